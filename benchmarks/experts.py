@@ -125,7 +125,7 @@ def sizes(config: Config, uneven: bool, group: dist.ProcessGroup, tokens: int) -
     """Return the route of this rank's rows: the numbers of rows to send and to receive."""
     layer, x_BSH = plain(config, uneven), tokens_of(config, tokens)
     chosen_TC = layer.router(x_BSH)[1].flatten(0, 1)
-    return experts.route(chosen_TC, config.experts, group)
+    return experts.plan_route(chosen_TC, config.experts, group)
 
 
 def products(config: Config, way: experts.Route) -> Step:
@@ -150,8 +150,8 @@ def messages(config: Config, way: experts.Route, group: dist.ProcessGroup) -> St
     x_RH = torch.zeros(sum(way.sent), config.hidden, device=ranks.device())
 
     def step() -> None:
-        back_RH = experts.exchange(x_RH, way.sent, received, group)
-        experts.exchange(back_RH, received, way.sent, group)
+        back_RH = experts.exchange_rows(x_RH, way.sent, received, group)
+        experts.exchange_rows(back_RH, received, way.sent, group)
 
     return step
 

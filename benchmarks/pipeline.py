@@ -82,8 +82,8 @@ Naps = tuple[float, ...]
 
 def ours(name: str, config: Config, batch: Tensor, microbatches: int, group: Any) -> Step:
     """Return our training step on this rank."""
-    schedule = pipeline.schedule(name, group.size(), microbatches)
-    piped = pipeline.distribute(plain(config), schedule, group)
+    schedule = pipeline.make_schedule(name, group.size(), microbatches)
+    piped = pipeline.distribute_model(plain(config), schedule, group)
     optimizer = torch.optim.AdamW(piped.parameters(), lr=1e-3)
 
     def step() -> None:
@@ -96,9 +96,9 @@ def ours(name: str, config: Config, batch: Tensor, microbatches: int, group: Any
 
 def theirs(name: str, config: Config, batch: Tensor, microbatches: int, group: Any) -> Step:
     """Return torch's step on this rank, from the same parts on the same stages as ours."""
-    schedule = pipeline.schedule(name, group.size(), microbatches)
+    schedule = pipeline.make_schedule(name, group.size(), microbatches)
     mine = schedule.placement[group.rank()]
-    parts = pipeline.cut(plain(config), schedule.parts)
+    parts = pipeline.split_model(plain(config), schedule.parts)
     modules = nn.ModuleList(parts[part] for part in mine)
     stages = [
         pipelining.PipelineStage(parts[part], part, schedule.parts, batch.device, group=group)
@@ -129,9 +129,12 @@ class Alone:
     """Passes and optimizer of one stage without messages; a split backward has two halves."""
 
     def __init__(self, schedule: pipeline.Schedule, config: Config, batch: Tensor):
-        parts = pipeline.cut(plain(config), schedule.parts)
+        parts = pipeline.split_model(plain(config), schedule.parts)
         self.mine = [parts[part] for part in schedule.placement[dist.get_rank()]]
-        self.later = [pipeline.defer(part) if schedule.splits else None for part in self.mine]
+        self.later = [
+            pipeline.defer_weight_gradients(part) if schedule.has_split_backward else None
+            for part in self.mine
+        ]
         self.batches = batch.tensor_split(schedule.microbatches)
         self.optimizer = torch.optim.AdamW(nn.ModuleList(self.mine).parameters(), lr=1e-3)
 
@@ -147,7 +150,7 @@ class Alone:
                 torch.autograd.backward(y, dy)
                 backward = read_clock(x.device)
                 if later is not None:
-                    pipeline.deferred.run(later)
+                    pipeline.deferred.run_tasks(later)
                 spent["F"] += forward - begin
                 spent["I"] += backward - forward
                 spent["W"] += read_clock(x.device) - backward
@@ -158,7 +161,7 @@ class Alone:
     @staticmethod
     def around(part: nn.Module, tokens_BS: Tensor) -> tuple[Tensor, Tensor | None, float]:
         """Return a part's input, the gradient of its output, and the time at which it may begin."""
-        shape, dtype = part.between(tokens_BS)
+        shape, dtype = part.message_spec(tokens_BS)
         x = tokens_BS
         if part.embedding is None:
             x = torch.randn(shape, dtype=dtype, device=tokens_BS.device, requires_grad=True)
@@ -194,7 +197,7 @@ def batch_of(config: Config, sequences: int) -> Tensor:
 
 def layout(schedule: pipeline.Schedule) -> str:
     """Return a name for the passes of a schedule, equal for schedules with the same passes."""
-    halves = "halves" if schedule.splits else "whole"
+    halves = "halves" if schedule.has_split_backward else "whole"
     return f"alone, parts {schedule.placement}, backward {halves}"
 
 
@@ -216,7 +219,7 @@ def measure(config: Config, sequences: int, microbatches: int, slow: bool, round
     steps: dict[str, Step] = {}
     for name in THEIRS:
         given = name, config, batch, microbatches, group
-        schedule = pipeline.schedule(name, group.size(), microbatches)
+        schedule = pipeline.make_schedule(name, group.size(), microbatches)
         steps |= {name: ours(*given), f"torch {THEIRS[name]}": theirs(*given)}
         steps.setdefault(layout(schedule), Alone(schedule, config, batch))
     times: dict[str, list[Any]] = {name: [] for name in steps}
@@ -254,7 +257,7 @@ def alone(results: list[dict[str, list]], name: str, rounds: slice) -> list[dict
 def row(name: str, case: str, microbatches: int, kind: str, results: list, repeats: int) -> dict:
     """Return one row of the result, see the module; `seconds` go into the table alone."""
     size = len(results)
-    schedule = pipeline.schedule(name, size, microbatches)
+    schedule = pipeline.make_schedule(name, size, microbatches)
     pair = [name, f"torch {THEIRS[name]}"]
     seconds = slowest([{key: r[key] for key in pair} for r in results])
     each = len(seconds[name]) // repeats
@@ -287,18 +290,18 @@ def record(
     def recorded(piped: pipeline.Pipeline, batch: Tensor) -> Step:
         def step() -> pipeline.Timeline:
             piped.step(batch, batch)
-            return piped.timeline()
+            return piped.gather_timeline()
 
         return step
 
-    for name in pipeline.NAMES:
-        schedule = pipeline.schedule(name, group.size(), microbatches)
+    for name in pipeline.SCHEDULE_NAMES:
+        schedule = pipeline.make_schedule(name, group.size(), microbatches)
         if naps is not None:
             size = len(batch) // microbatches * config.seq * config.hidden
-            piped = pipeline.asleep(schedule, group, *naps, size, record=True)
+            piped = pipeline.make_sleeping_pipeline(schedule, group, *naps, size, record=True)
             steps[name] = recorded(piped, torch.zeros(microbatches, 1))
         else:
-            piped = pipeline.distribute(plain(config), schedule, group, record=True)
+            piped = pipeline.distribute_model(plain(config), schedule, group, record=True)
             steps[name] = recorded(piped, batch)
             steps.setdefault(layout(schedule), Alone(schedule, config, batch))
     times: dict[str, list[Any]] = {name: [] for name in steps}
@@ -317,12 +320,12 @@ def prediction(name: str, kind: str, results: list, naps: Naps | None) -> dict:
         else:
             passes = (nap * schedule.microbatches for nap in naps)
             spent = [dict(zip("FIW", passes, strict=True))] * size
-        before.append(timeline.cost / simulated(schedule, spent, hop).cost - 1)
+        before.append(timeline.step_time / simulated(schedule, spent, hop).step_time - 1)
         spent = [dict.fromkeys("FIW", 0.0) for _ in timeline.spans]
         for took, spans in zip(spent, timeline.spans, strict=True):
             for span in spans:
                 took["I" if span.kind == "B" else span.kind] += span.end - span.begin
-        after.append(timeline.cost / simulated(schedule, spent, hop).cost - 1)
+        after.append(timeline.step_time / simulated(schedule, spent, hop).step_time - 1)
     return {
         "case": f"{name}: stages that {'sleep' if naps else 'compute'}",
         "ranks": size,
@@ -361,7 +364,7 @@ def main(arguments: list[str] | None = None) -> None:
                 None if apart(kind, size) else tuple(n * (0.1 if chosen.quick else 1) for n in NAPS)
             )
             results = ranks.run(record, size, *shape, min(chosen.repeats, 3), naps, **on)
-            predictions += [prediction(n, kind, results, naps) for n in pipeline.NAMES]
+            predictions += [prediction(n, kind, results, naps) for n in pipeline.SCHEDULE_NAMES]
     put_out(rows, chosen.json, predictions=predictions)
     if chosen.json:
         return

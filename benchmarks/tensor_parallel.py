@@ -130,7 +130,7 @@ def build(name: str, config: Config, group: dist.ProcessGroup, tokens_BS: torch.
         with nullcontext() if name == OURS else loss_parallel():
             logits_BSv = model(tokens_BS)
             if name == OURS:
-                value = tensor_parallel.loss(logits_BSv, tokens_BS, group)
+                value = tensor_parallel.vocab_parallel_loss(logits_BSv, tokens_BS, group)
             else:
                 value = loss(logits_BSv, tokens_BS)
             value.backward()

@@ -7,7 +7,7 @@
 A tensor-parallel GPT runs layer by layer in one process, as rank 0 of a fake group: nothing is
 sent. Three contenders take turns: the plain forward and backward; the same followed by our checker;
 the same under spmd_types' (0.3.1, its local mode, which knows as much as ours), whose rules are
-made from our operators' words. Both find nothing to refuse.
+made from our operators' signatures. Both find nothing to refuse.
 
 ratio: median seconds of ours over theirs, in each repeat; of that the median over the repeats, and
 the quartiles. floor: plain over ours: no check is shorter than what it checks. It is nearer to 1
@@ -33,7 +33,7 @@ from shardlab import tensor_types as tt
 from shardlab.gpt.model import GPT, Config
 from shardlab.tensor_parallel.core import _CopyTo, _ReduceFrom
 from shardlab.tensor_parallel.cross_entropy import _CrossEntropy
-from shardlab.tensor_types import library
+from shardlab.tensor_types import spmd_rules
 
 SHAPE = Config(vocab=256, seq=32, heads=8, hidden=64, kv_heads=8, tied=False)
 BY_LAYER = tp.Edges(tp.copy_to, tp.reduce_from)
@@ -47,19 +47,19 @@ def measure(layers: int, hidden: int, rounds: int) -> dict[str, list[float]]:
     from spmd_types.checker import typecheck
 
     for operator in (_CopyTo, _ReduceFrom, _CrossEntropy):
-        library.attach(operator)
+        spmd_rules.attach_rule(operator)
     group = dist.group.WORLD
     model = tp.parallelize(GPT(replace(SHAPE, layers=layers, hidden=hidden)), group, BY_LAYER)
-    words, batch = tp.words(model), torch.randint(SHAPE.vocab, (2, 2, SHAPE.seq))
+    words, batch = tp.get_parameter_types(model), torch.randint(SHAPE.vocab, (2, 2, SHAPE.seq))
     tt.declare_parameters(model, tp=words)
-    tokens, targets = (tt.declare(x, tp="R") for x in batch)
+    tokens, targets = (tt.declare_types(x, tp="R") for x in batch)
 
     def step() -> None:
         model.zero_grad()
-        tp.loss(model(tokens), targets, group).backward()
+        tp.vocab_parallel_loss(model(tokens), targets, group).backward()
 
     def ours() -> None:
-        with tt.checking(tp=group):
+        with tt.check_types(tp=group):
             step()
 
     def theirs() -> None:
@@ -69,9 +69,9 @@ def measure(layers: int, hidden: int, rounds: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {"plain": [], "ours": [], "theirs": []}
     with spmd.set_current_mesh({"tp": spmd.MeshAxis.of(group)}):
         for name, parameter in model.named_parameters():
-            library.declare(parameter, tp=words[name])
+            spmd_rules.declare_types(parameter, tp=words[name])
         for x in (tokens, targets):
-            library.declare(x, tp="R")
+            spmd_rules.declare_types(x, tp="R")
         contenders = {"plain": step, "ours": ours, "theirs": theirs}
         for number in range(-WARM_UP, rounds):
             order = list(contenders)

@@ -78,7 +78,7 @@ def ring() -> Figure:
 def work(layout: str, rank: int) -> list[float]:
     """Return a rank's compute in each turn of the ring, in squares of a rank's tokens."""
     tokens = 2**14  # so many that half a square plus half its diagonal rounds to half a square
-    return [pairs / tokens**2 for pairs in cp.score_turns(layout, tokens * N, N)[rank]]
+    return [pairs / tokens**2 for pairs in cp.count_pairs_by_turn(layout, tokens * N, N)[rank]]
 
 
 def zigzag() -> Figure:
@@ -95,7 +95,7 @@ def zigzag() -> Figure:
         draw_text(
             axes, left - 0.44, top + 4 * size, "queries, of rank", fontsize=SMALL, rotation=90
         )
-        positions = {r: cp.positions(layout, pieces, N, r).tolist() for r in range(N)}
+        positions = {r: cp.token_positions(layout, pieces, N, r).tolist() for r in range(N)}
         owner = {piece: rank for rank, mine in positions.items() for piece in mine}
         for q in range(pieces):
             y = top + q * size
@@ -213,7 +213,7 @@ def fit() -> Figure:
     ranks = 1, 4, 16, 64
     for name, case in cases.items():
         layouts = [replace(case, cp=number) for number in ranks]
-        most = (cp.tokens_that_fit(PRESETS["llama-3-8b"], 80_000_000_000, one) for one in layouts)
+        most = (cp.find_max_context(PRESETS["llama-3-8b"], 80_000_000_000, one) for one in layouts)
         fitting = [tokens / 1000 for tokens in most]
         look = {"color": COLORS[4 + case.sequence_parallel], "lw": 2, "marker": "o"}
         look["ls"] = "--" if case.recompute == "full" else "-"

@@ -17,7 +17,7 @@ from shardlab.common.show.drawing import (
     pick_text_color,
 )
 from shardlab.pipeline import Span
-from shardlab.pipeline.picture import IDLE, box, rows
+from shardlab.pipeline.timeline_figure import IDLE_STYLE, draw_rows, make_box
 
 HERE = Path(__file__).parent
 INK = show.INK
@@ -61,14 +61,14 @@ def draw_legend() -> None:
         axes.add_patch(Rectangle((x, y), SIZE, SIZE, fc=color, ec=INK, lw=0.8))
         entry(axes, x, y, text)
     draw_title(axes, left, 3.8, "time, to the right", ha="left")
-    shown = pipeline.simulate(pipeline.schedule("gpipe", 2, 3))
-    rows(axes, shown, left, 4.05, 0.17)
+    shown = pipeline.simulate(pipeline.make_schedule("gpipe", 2, 3))
+    draw_rows(axes, shown, left, 4.05, 0.17)
     x, y = left + half + 0.2, 3.93
     for i, (kind, text) in enumerate({"F": "forward", "B": "backward"}.items()):
-        for color, corners in box(x, y + 0.36 * i, SIZE, 0.26, Span(kind, 0, 0, 0, 0)):
+        for color, corners in make_box(x, y + 0.36 * i, SIZE, 0.26, Span(kind, 0, 0, 0, 0)):
             axes.add_patch(Polygon(corners, fc=color, ec=INK, lw=0.6))
         entry(axes, x, y + 0.36 * i - 0.02, text)
-    axes.add_patch(Rectangle((x, y + 0.72), SIZE, 0.26, **IDLE))
+    axes.add_patch(Rectangle((x, y + 0.72), SIZE, 0.26, **IDLE_STYLE))
     entry(axes, x, y + 0.7, "idle")
     show.save_svg(
         figure,

@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 from shardlab import pipeline
 from shardlab.common import show
 from shardlab.common.show.drawing import Point, draw_arrow, draw_title, make_canvas, pick_text_color
-from shardlab.pipeline.picture import KIND_COLORS, draw
+from shardlab.pipeline.timeline_figure import KIND_COLORS, draw_timelines
 
 HERE = Path(__file__).parent
 INK = show.INK
@@ -217,7 +217,7 @@ def draw_choose() -> None:
 
 def simulated(name: str, microbatches: int, **times: float) -> pipeline.Timeline:
     """Simulate four stages; a forward takes 1, a whole backward 2, unless `times` override them."""
-    return pipeline.simulate(pipeline.schedule(name, 4, microbatches), **times)
+    return pipeline.simulate(pipeline.make_schedule(name, 4, microbatches), **times)
 
 
 def percent(fraction: float) -> str:
@@ -238,7 +238,7 @@ def draw_microbatches() -> None:
         for name, timeline in zip(names, shown, strict=True)
     ]
     show.save_svg(
-        draw(shown, titles, width=4.8),
+        draw_timelines(shown, titles, width=4.8),
         HERE / "pipeline_microbatches.svg",
         "Three timelines of four stages on one axis. The whole batch at once: one stage computes "
         f"at a time, and each is busy {percent(1 - whole.bubble)} of the time. Four micro-batches "
@@ -254,7 +254,7 @@ def draw_memory() -> None:
     held = [[f"{most:g}" for most in timeline.peak_activations] for timeline in shown]
     titles = [f"{name}: bubble {percent(shown[0].bubble)}" for name in ("GPipe", "1F1B")]
     show.save_svg(
-        draw(shown, titles, held, ["holds"] * 2),
+        draw_timelines(shown, titles, held, ["holds"] * 2),
         HERE / "pipeline_memory.svg",
         "GPipe above 1F1B, four stages and eight micro-batches: both take the same time and have "
         "the same bubble. At its fullest each stage of GPipe holds activations of 8 micro-batches, "
@@ -267,7 +267,7 @@ def draw_interleaved() -> None:
     bubbles = [percent(timeline.bubble) for timeline in shown]
     titles = [f"1F1B: bubble {bubbles[0]}", f"interleaved, two chunks: bubble {bubbles[1]}"]
     show.save_svg(
-        draw(shown, titles),
+        draw_timelines(shown, titles),
         HERE / "pipeline_interleaved.svg",
         "1F1B above interleaved 1F1B with two chunks for each of four stages, eight micro-batches. "
         "Boxes are half as long and twice as many, the ramps at both ends are half as long, and "
@@ -283,7 +283,7 @@ def draw_zero_bubble() -> None:
         for timeline in shown
     ]
     show.save_svg(
-        draw(shown, titles),
+        draw_timelines(shown, titles),
         HERE / "pipeline_zero_bubble.svg",
         "Four schedules on one axis, four stages and eight micro-batches, with forward and both "
         f"halves of the backward equally long. {'; '.join(titles)} micro-batches. Where the "

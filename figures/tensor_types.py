@@ -28,7 +28,7 @@ SMALL = 9  # points; other text has 10 or 11
 CELL = 0.34
 
 
-def held(axes: Axes, x: float, y: float, numbers: tuple[str, str], same: bool) -> None:
+def draw_values(axes: Axes, x: float, y: float, numbers: tuple[str, str], same: bool) -> None:
     """Draw the values of two ranks side by side: pale if both are the same."""
     for rank, number in enumerate(numbers):
         left = x + rank * (CELL + 0.12)
@@ -39,16 +39,16 @@ def held(axes: Axes, x: float, y: float, numbers: tuple[str, str], same: bool) -
         draw_text(axes, left + CELL / 2, y + CELL / 2, number, color=color)
 
 
-def badge(axes: Axes, x: float, y: float, word: str, wrong: bool = False) -> None:
-    """Draw a word in a frame, a thick one if the word is wrong."""
+def draw_badge(axes: Axes, x: float, y: float, type_: str, wrong: bool = False) -> None:
+    """Draw a type in a frame, a thick one if the type is wrong."""
     look = {"boxstyle": "round,pad=0.02,rounding_size=0.07", "fill": False, "ec": INK}
     frame = FancyBboxPatch((x - 0.15, y - 0.13), 0.3, 0.26, lw=2.4 if wrong else 0.8, **look)
     axes.add_patch(frame)
-    draw_text(axes, x, y, word, weight="bold")
+    draw_text(axes, x, y, type_, weight="bold")
 
 
 def kinds() -> Figure:
-    """The four words, on two ranks. I: both hold 3, and both hold the gradient, 5. R: both hold 3;
+    """The four types, on two ranks. I: both hold 3, and both hold the gradient, 5. R: both hold 3;
     their gradients are 2 and 3, addends of 5. V: they hold 3 and 4, with gradients 5 and 6. P: they
     hold 1 and 2, addends of 3, and both hold the gradient, 5.
     """
@@ -61,13 +61,13 @@ def kinds() -> Figure:
         ("V", ("3", "4"), False, ("5", "6"), False, "each its own,\nwith its own gradient"),
         ("P", ("1", "2"), False, ("5", "5"), True, "addends of a sum,\nwith the sum's gradient"),
     )
-    for number, (word, holds, same, gradient, alike, text) in enumerate(rows):
+    for number, (type_, holds, same, gradient, alike, text) in enumerate(rows):
         y = 0.36 + number * 0.66
-        draw_title(axes, 0.35, y + CELL / 2, word, fontsize=15)
-        held(axes, 0.85, y, holds, same)
-        held(axes, 2.85, y, gradient, alike)
-        if word in "RP":
-            draw_text(axes, (0.85 if word == "P" else 2.85) + CELL + 0.06, y + CELL / 2, "+")
+        draw_title(axes, 0.35, y + CELL / 2, type_, fontsize=15)
+        draw_values(axes, 0.85, y, holds, same)
+        draw_values(axes, 2.85, y, gradient, alike)
+        if type_ in "RP":
+            draw_text(axes, (0.85 if type_ == "P" else 2.85) + CELL + 0.06, y + CELL / 2, "+")
         draw_text(axes, 4.1, y + CELL / 2, text, ha="left", fontsize=SMALL)
         draw_arrow(axes, (1.75, y + CELL / 2), (2.72, y + CELL / 2), lw=1.0, mutation_scale=9)
     return figure
@@ -77,10 +77,11 @@ STEPS = ("f", "· W₁", "gelu", "· W₂", "g", "+ b")
 
 
 def chain() -> Figure:
-    """A feed-forward network, by words. Above, as it should be: x is I, f makes it R; the product
+    """A feed-forward network, by types. Above, as it should be: x is I, f makes it R; the product
     with the cut W₁ is V, GELU leaves it V, the product with the cut W₂ is V and is meant as P, g
-    makes the sum, I, and the bias, which is I, is added. Gradients go back by the dual words: I, R,
-    V, V, P, I. Below, without f: x is I and meets W₁, which is V. There the checker stops.
+    makes the sum, I, and the bias, which is I, is added. Gradients go back with the dual types: I,
+    R, V, V, P, I. Below, without f: x is I and is multiplied by W₁, which is V. There the checker
+    stops.
     """
     figure, axes = make_canvas(6.6, 3.2)
     panels = (
@@ -90,9 +91,9 @@ def chain() -> Figure:
     for top, forward, backward, steps in panels:
         name = "as it should be" if backward else "without f"
         draw_title(axes, 0.1, top - 0.42, name, ha="left", fontsize=10)
-        for number, word in enumerate(forward):
+        for number, type_ in enumerate(forward):
             x = 0.75 + number * 0.9
-            badge(axes, x, top, word, wrong=word == "?")
+            draw_badge(axes, x, top, type_, wrong=type_ == "?")
             if number < len(forward) - 1:
                 draw_arrow(axes, (x + 0.2, top), (x + 0.7, top), lw=1.0, mutation_scale=9)
                 draw_text(axes, x + 0.45, top - 0.17, steps[number], fontsize=SMALL)
@@ -108,18 +109,18 @@ def chain() -> Figure:
                 draw_text(axes, 0.75 + (at - 1.55) * 0.9, top + 0.26, text, fontsize=SMALL)
         else:
             draw_text(axes, 0.1, top, "x", ha="left")
-            text = "I meets V: W₁ is another matrix on each rank, so each would\n"
-            text += "find its own gradient for x, and nothing adds these up"
+            text = "I is combined with V: each rank has its own W₁, so it would\n"
+            text += "compute its own gradient for x, and nothing sums these"
             draw_text(axes, 2.0, top, text, ha="left", fontsize=SMALL)
     return figure
 
 
 def step() -> Figure:
-    """A step of data and tensor parallelism, by the words of a matrix on both axes, dp and tp. The
+    """A step of data and tensor parallelism, by the types of a matrix on both axes, dp and tp. The
     matrix is R on dp and V on tp, the local loss V and I. It is said to be an addend of the joint
-    loss: P and I. Backward gives the matrix a gradient with the dual words, P and V. The all-reduce
-    over dp makes it R and V, which are the matrix's own words: the step may be taken. Without the
-    all-reduce P meets R in the step.
+    loss: P and I. Backward gives the matrix a gradient with the dual types, P and V. The all-reduce
+    over dp makes it R and V, which are the matrix's own types: the step may be taken. Without the
+    all-reduce P is combined with R in the step.
     """
     figure, axes = make_canvas(6.6, 2.5)
     at = (0.6, 1.95, 3.3, 4.65, 6.0)
@@ -129,7 +130,7 @@ def step() -> Figure:
     for axis, y in (("dp", 0.85), ("tp", 1.3)):
         draw_text(axes, 0.12, y, axis, fontsize=SMALL)
         for x, pair in zip(at, pairs, strict=True):
-            badge(axes, x, y, pair[axis == "tp"])
+            draw_badge(axes, x, y, pair[axis == "tp"])
     for x, stage in zip(at, stages, strict=True):
         draw_title(axes, x, 0.35, stage, fontsize=SMALL)
     for left, right, text in zip(at, at[1:], doing, strict=False):

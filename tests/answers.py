@@ -210,7 +210,7 @@ ROWS: dict[str, tuple[Any, str]] = {
         "addends have to be added up",
     ),
     "my_sum": (
-        Swap("len(found) == 1", "len(found) == 1 and words[0] != 'P'"),
+        Swap("len(found) == 1", "len(found) == 1 and types[0] != 'P'"),
         "Right is 'P'",
     ),
     "my_network": (

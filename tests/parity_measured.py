@@ -104,22 +104,22 @@ def run_typed_step(row: Row, mistake: Callable[[Any], None], group: Any) -> None
         row, row.model(row.config), dict.fromkeys(AXES, group)
     )
     mistake(side)
-    words: Any = tp.words(side.model) if hasattr(side.model, "tensor_group") else "R"
+    words: Any = tp.get_parameter_types(side.model) if hasattr(side.model, "tensor_group") else "R"
     tt.declare_parameters(side.model, group=words)
-    batch, share = row.batch(0), cp.shard
+    batch, share = row.batch(0), cp.shard_tokens
     for tokens, targets, _ in (part for copy in batch for part in copy):
         for x in (tokens, targets) if row.technique != "context" else ():
-            tt.declare(x, group="V" if alone else getattr(side, "tokens", "R"))
+            tt.declare_types(x, group="V" if alone else getattr(side, "tokens", "R"))
 
     def declare_addend(right: Any) -> Any:
-        return lambda *given: tt.declare(right(*given), group="P")
+        return lambda *given: tt.declare_types(right(*given), group="P")
 
     with ExitStack() as stack:
         if alone:
             for name in ("plain_loss", "loss"):
                 own = declare_addend(getattr(sides, name))
                 stack.enter_context(mock.patch.object(sides, name, own))
-            shared = lambda *given: tt.declare(share(*given), group="V")  # noqa: E731
+            shared = lambda *given: tt.declare_types(share(*given), group="V")  # noqa: E731
             stack.enter_context(mock.patch.object(cp, "shard", shared))
         side.optimizer.zero_grad()
         side.step(batch)
@@ -147,7 +147,7 @@ def check_types(one: WrongProgram) -> str:
                     stack.enter_context(mock.patch.object(owner, name, value))
                 run_typed_step(row, mistake, group)
 
-        return tt.check(taken, group=one.row.ranks)
+        return tt.check_step(taken, group=one.row.ranks)
 
     right = check_step(lambda side: None, one.row)
     assert right, right

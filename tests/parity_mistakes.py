@@ -107,9 +107,9 @@ def load_half_older(self: Row, config: Config, right: Any = Row.model) -> nn.Mod
 
 def swap_messages(name: str, stages: int, microbatches: int) -> pipeline.Schedule:
     """Post the first two receives of stage 1 in the wrong order."""
-    found = pipeline.gpipe(stages, microbatches)
+    found = pipeline.schedule_gpipe(stages, microbatches)
     one, two, *others = found.actions[1]
-    return replace(found, given=(found.actions[0], (two, one, *others)))
+    return replace(found, explicit_actions=(found.actions[0], (two, one, *others)))
 
 
 def copy_first_shards(side: Any) -> None:
@@ -135,7 +135,7 @@ def give_own_batches(side: Any) -> None:
     side.loss = lambda part: right((part[0].roll(rank, 0), part[1].roll(rank, 0), ()))
 
 
-def compute_scaled_loss(logits: Tensor, *more: Any, right: Any = tp.loss) -> Tensor:
+def compute_scaled_loss(logits: Tensor, *more: Any, right: Any = tp.vocab_parallel_loss) -> Tensor:
     return right(logits * (1 + dist.get_rank()), *more)
 
 
@@ -228,7 +228,7 @@ LESSON_PROGRAMS: dict[str, WrongProgram] = {
     ),
     "pipeline: two messages swapped": WrongProgram(
         SWAPPED, "backward head", "every output was right: the loss .*targets",
-        patches=((pipeline, "schedule", swap_messages),),
+        patches=((pipeline, "make_schedule", swap_messages),),
     ),
     "pipeline: micro-batches divided twice": WrongProgram(
         UNTIED_PIPE, "gradient ", "0.25 times", mistake=lambda side: scale_micro_batches(side, 0.25)
@@ -386,7 +386,7 @@ LESSON_MISTAKES: dict[
         "means of unequal batches, averaged": "data: a mean of means over other counts",
         "weights that started apart": "data: another seed on each rank",
         "a factor that differs by rank": "tensor: a factor that differs by rank",
-        "Words that are believed": "tensor: sum of the input's gradient forgotten",
+        "Types that are believed": "tensor: sum of the input's gradient forgotten",
         "Every mistake of this course": "the other lessons have them",
     },
     "sequence_parallel": {

@@ -54,7 +54,7 @@ CORES = {  # topic -> the files that a step executes
     "context_parallel": ("context_parallel.core", "context_parallel.kernel",
                          "context_parallel.layout", "context_parallel.ulysses"),
     "experts": ("experts.core",),
-    "pipeline": ("pipeline.core", "pipeline.deferred", "pipeline.parts", "pipeline.pipelines"),
+    "pipeline": ("pipeline.core", "pipeline.deferred", "pipeline.parts", "pipeline.builders"),
     "mesh": ("mesh.core", "mesh.groups"),
 }  # fmt: skip
 FLOAT64 = {"dtype": torch.float64, "steps": 2}

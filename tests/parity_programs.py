@@ -35,7 +35,7 @@ from shardlab.context_parallel import core as cp_core
 from shardlab.gpt.model import Config
 from shardlab.layout import Layout
 from shardlab.tensor_parallel import core as tp_core
-from shardlab.tensor_parallel.overlap import _Copied
+from shardlab.tensor_parallel.overlap import _SumCopiedGradients
 from shardtools.parity.core import Matcher
 from shardtools.parity.programs import build_report, match_program, record_program
 from shardtools.parity.record import Record
@@ -164,7 +164,7 @@ class TorchPipelineSide(Side):
 
     def made(self, model: Any, **_: Any) -> Any:
         layout, group = self.row.layout, self.groups["pp"]
-        route, parts = layout.stage_order, pipeline.cut(model, layout.pp * layout.chunks)
+        route, parts = layout.stage_order, pipeline.split_model(model, layout.pp * layout.chunks)
         mine = [n for n, stage in enumerate(route) if stage == dist.get_rank(group)]
         where = len(parts), ranks.device()
         stages = [pipelining.PipelineStage(parts[n], n, *where, group=group) for n in mine]
@@ -352,7 +352,7 @@ def reduce_mean(x: Tensor, group: Any) -> Tensor:
 
 
 def add_bias_early(self: Any, x: Tensor) -> Tensor:
-    return self.leave(F.linear(x, self.weight, self.bias), self.group)
+    return self.leave_region(F.linear(x, self.weight, self.bias), self.group)
 
 
 def select_without_mask(numbers: Tensor, own: slice) -> tuple[Tensor, Tensor]:
@@ -399,17 +399,21 @@ def attend_whole_blocks(
 
 
 def change_second_shard(change: Callable[[Tensor, Any, str], Tensor]) -> Callable[..., Tensor]:
-    """Return a cp.shard that changes only its second call, for the targets."""
+    """Return a cp.shard_tokens that changes only its second call, for the targets."""
     turn = iter(range(10**6))
 
     def shard_or_change(x: Tensor, group: Any, layout: str = "zigzag") -> Tensor:
-        return cp_core.shard(x, group, layout) if next(turn) % 2 == 0 else change(x, group, layout)
+        return (
+            cp_core.shard_tokens(x, group, layout)
+            if next(turn) % 2 == 0
+            else change(x, group, layout)
+        )
 
     return shard_or_change
 
 
 def shard_and_shift(x: Tensor, group: Any, layout: str) -> Tensor:
-    y = cp_core.shard(x, group, layout)
+    y = cp_core.shard_tokens(x, group, layout)
     return torch.cat((y[:, 1:], y[:, :1]), 1)
 
 
@@ -494,7 +498,7 @@ def keep_stale_parameters(side: Side) -> None:
 
 
 def untie_ends(side: Any) -> None:
-    side.model.twin = None
+    side.model.tied_parameter = None
 
 
 def scale_micro_batches(side: Any, factor: float = 4) -> None:
@@ -560,7 +564,9 @@ WRONG: dict[str, WrongProgram] = {
     "tensor: gradients of shared heads not summed": WrongProgram(
         GROUPED, r"gradient .*attention\.(key|value)\.weight",
         r"not added up over ranks 0, 1 \| 2, 3",
-        patches=((_Copied, "backward", staticmethod(lambda ctx, dx: (dx, None, None))),),
+        patches=(
+            (_SumCopiedGradients, "backward", staticmethod(lambda ctx, dx: (dx, None, None))),
+        ),
     ),
     "data: summed, not averaged": WrongProgram(
         DATA, "gradient ", "2 times .* a sum over 2 ranks that was not averaged",
@@ -621,7 +627,7 @@ WRONG: dict[str, WrongProgram] = {
     "context: targets are not in zig-zag": WrongProgram(
         RING, "backward head", "every output was right: the loss .*targets",
         patches=((cp, "shard", change_second_shard(
-            lambda x, group, layout: cp_core.shard(x, group, "contiguous"))),),
+            lambda x, group, layout: cp_core.shard_tokens(x, group, "contiguous"))),),
     ),
     "context: targets are shifted within a share": WrongProgram(
         CONTIGUOUS, "backward head", "every output was right: the loss .*targets",

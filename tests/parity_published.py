@@ -233,7 +233,9 @@ def average_gradients(model: nn.Module) -> None:
 
 def cut_block(net: Net, row: type = tp.RowLinear, edges: Any = None) -> Net:
     """Cut the block's two matrices over all ranks."""
-    enter, leave = (edges.enter, edges.leave) if edges else (tp.copy_to, tp.reduce_from)
+    enter, leave = (
+        (edges.enter_region, edges.leave_region) if edges else (tp.copy_to, tp.reduce_from)
+    )
     net.up = tp.ColumnLinear(net.up, dist.group.WORLD, enter)
     net.down = row(net.down, dist.group.WORLD, leave)
     return net
@@ -244,7 +246,7 @@ def cut_block(net: Net, row: type = tp.RowLinear, edges: Any = None) -> Net:
 def sum_twice(watch: Any, wrong: bool) -> None:
     net = cut_block(Net())
     if wrong:
-        net.down.leave = lambda x, group: differentiable_all_reduce(x, group=group)
+        net.down.leave_region = lambda x, group: differentiable_all_reduce(x, group=group)
     train(watch, net)
 
 
@@ -256,7 +258,7 @@ class SharedBias(tp.RowLinear):
     def forward(self, x: Tensor) -> Tensor:
         b = self.bias / dist.get_world_size(self.group)
         b = self.bias + (b - self.bias).detach() if self.straight else b
-        return self.leave(F.linear(x, self.weight, b), self.group)
+        return self.leave_region(F.linear(x, self.weight, b), self.group)
 
 
 @register_bug("torchtitan 4332", 4, train_plain, r"gradient down\.bias", "0.25 .*4 ranks once",

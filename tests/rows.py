@@ -12,7 +12,7 @@ from contract import CUT64, FLOAT32, FLOAT64, SAME, Row, within
 from shardlab.common.shapes import Yarn
 from shardlab.gpt.model import PRESETS, Config
 from shardlab.layout import Layout
-from shardlab.pipeline import NAMES
+from shardlab.pipeline import SCHEDULE_NAMES
 
 GPT2 = Config(vocab=32, seq=6, layers=2, heads=4, hidden=32)
 LLAMA = Config(
@@ -183,7 +183,7 @@ def pipelines() -> Iterator[Row]:
         more = {"sizes": (4,), "gpus": True, "steps": 2, "near": TWINS, **narrow}
         yield row("pipeline", "tied", tied, staged("1f1b", p, 4), weekly="gpus" * (p == 2), **more)
     for p in SIZES:
-        for name in NAMES:
+        for name in SCHEDULE_NAMES:
             for m, sequences in BATCHES[p]:
                 layout = staged(name, p, m)
                 # Eight parts of six blocks: the first is the embedding alone, the last the head.

@@ -114,7 +114,7 @@ class Side:
 
     def watched(self) -> AbstractContextManager[list[Any]]:
         """Return a recorder of the routing to experts, if the row balances them."""
-        return experts.watch(self.model) if self.row.balanced else nullcontext([])
+        return experts.record_routing(self.model) if self.row.balanced else nullcontext([])
 
     def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
         total, found, whole = sum(counted(part) for copy in batch for part in copy), {}, 0.0
@@ -297,7 +297,7 @@ class Pipeline(Side):
 
     def made(self, model: Any, **options: Any) -> Any:
         layout = self.row.layout
-        schedule = pipeline.schedule(layout.schedule, layout.pp, layout.microbatches)
+        schedule = pipeline.make_schedule(layout.schedule, layout.pp, layout.microbatches)
         if layout.dp > 1:
             options["replicas"] = self.groups["dp"]
             if dist.get_rank(self.groups["dp"]):  # only the first replica's weights count
@@ -305,10 +305,10 @@ class Pipeline(Side):
                     nn.init.zeros_(parameter)
         self.cuts, self.group = {}, self.groups["tp"]
         if layout.tp > 1:
-            self.cuts = tp.cuts(tp.parallelize(model, self.group))
-            options["loss"] = partial(tp.loss, group=self.group)
-        self.last = schedule.owner(schedule.parts - 1)[0] == dist.get_rank(self.groups["pp"])
-        return pipeline.distribute(
+            self.cuts = tp.get_shard_dims(tp.parallelize(model, self.group))
+            options["loss"] = partial(tp.vocab_parallel_loss, group=self.group)
+        self.last = schedule.find_owner(schedule.parts - 1)[0] == dist.get_rank(self.groups["pp"])
+        return pipeline.distribute_model(
             model, schedule, self.groups["pp"], recompute=layout.recompute == "full", **options
         )
 
@@ -335,15 +335,15 @@ class Tensors(Side):
         layout, self.group = self.row.layout, self.groups["tp"]
         self.keep = options.pop("keep", False)
         if layout.sequence_parallel:
-            options["edges"] = sp.AlongSequence(self.keep)
+            options["edges"] = sp.SequenceShardedEdges(self.keep)
         elif self.row.options.get("by_layer"):
             options = {"edges": tp.Edges(tp.copy_to, tp.reduce_from)}
         model = tp.parallelize(model, self.group, **options)
-        self.cuts = tp.cuts(model)
+        self.cuts = tp.get_shard_dims(model)
         return recomputed(model) if layout.recompute == "full" else model
 
     def loss(self, part: Part, reduction: str = "mean") -> Tensor:
-        return tp.loss(self.model(part[0]), part[1], self.group, reduction)
+        return tp.vocab_parallel_loss(self.model(part[0]), part[1], self.group, reduction)
 
     def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
         ((part,),) = batch
@@ -395,16 +395,16 @@ class Context(Side):
         self.layout, self.group, self.cuts = layout, self.groups["cp"], {}
         if self.row.layout.tp > 1:
             model = tp.parallelize(model, self.groups["tp"])
-            self.cuts = tp.cuts(model)
-        model = cp.distribute(model, self.group, way, layout)
+            self.cuts = tp.get_shard_dims(model)
+        model = cp.distribute_model(model, self.group, way, layout)
         return recomputed(model) if self.row.layout.recompute == "full" else model
 
     def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
         (((tokens, targets, _),),) = batch
-        tokens, targets = (cp.shard(x, self.group, self.layout) for x in (tokens, targets))
+        tokens, targets = (cp.shard_tokens(x, self.group, self.layout) for x in (tokens, targets))
         logits = self.model(tokens)
         if self.cuts:
-            value = tp.loss(logits, targets, self.groups["tp"])
+            value = tp.vocab_parallel_loss(logits, targets, self.groups["tp"])
         elif self.row.ignored:
             part = logits, targets, ()
             value = dp.joined_mean(plain_loss(*part[:2], "sum"), counted(part), self.group)
@@ -415,7 +415,7 @@ class Context(Side):
         return {None: value.detach()}
 
     def joined(self, value: Tensor) -> Tensor:
-        return torch.tensor(cp.average(value, self.group), dtype=value.dtype)
+        return torch.tensor(cp.average_scalar(value, self.group), dtype=value.dtype)
 
     def weights(self) -> dict[str, Tensor] | None:
         return None if self.cuts else super().weights()
@@ -424,10 +424,10 @@ class Context(Side):
         return cut(self, name, whole)
 
     def output(self, part: Part) -> Tensor:
-        logits = self.model(cp.shard(part[0], self.group, self.layout))
+        logits = self.model(cp.shard_tokens(part[0], self.group, self.layout))
         if self.cuts:
             logits = tp.gather_last(logits, self.groups["tp"])
-        return cp.gather(logits, self.group, self.layout)
+        return cp.gather_seq(logits, self.group, self.layout)
 
 
 class Experts(Data):
@@ -442,13 +442,13 @@ class Experts(Data):
             self.group, self.copies = groups
         if layout.tp > 1:
             tp.parallelize(model, self.groups["tp"])
-            self.cuts = tp.cuts(model)
+            self.cuts = tp.get_shard_dims(model)
         return experts.parallelize(model, self.group)
 
     def loss(self, part: Part, reduction: str = "mean") -> Tensor:
         logits = self.model(part[0])
         if self.cuts:
-            return tp.loss(logits, part[1], self.groups["tp"])
+            return tp.vocab_parallel_loss(logits, part[1], self.groups["tp"])
         return loss(logits, part[1])
 
     def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:

@@ -16,6 +16,6 @@ OPERATORS = {
     "g": tp.reduce_from,
     "gather": tp.gather_last,
     "split": tp.split_last,
-    "enter": _along(sp.ALONG_SEQUENCE.enter),
-    "leave": _along(sp.ALONG_SEQUENCE.leave),
+    "enter": _along(sp.SEQUENCE_SHARDED.enter_region),
+    "leave": _along(sp.SEQUENCE_SHARDED.leave_region),
 }

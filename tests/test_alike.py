@@ -51,7 +51,7 @@ def sharded(stage):
 def cut(edges, finish):
     def gradients(group, dtype):
         model = tp.parallelize(gpt(dtype=dtype), group, edges)
-        tp.loss(model(batch()[0]), batch()[1], group).backward()
+        tp.vocab_parallel_loss(model(batch()[0]), batch()[1], group).backward()
         finish(model, group)
         return model, lambda limit: tp.clip_grad_norm_(model, limit)
 
@@ -80,7 +80,7 @@ CLIPPED = {
     "zero 2": sharded(2),
     "zero 3": sharded(3),
     "tensor": cut(tp.REPLICATED, lambda *_: None),
-    "sequence": cut(sp.ALONG_SEQUENCE, sp.sum_gradients),
+    "sequence": cut(sp.SEQUENCE_SHARDED, sp.sum_gradients),
     "experts": dealt,
     "mesh, tensor": meshed(0, tp=2),
     "mesh, pipeline": meshed(0, pp=2),
@@ -139,8 +139,8 @@ LAYERS = replace(DENSE, layers=3)
 
 
 def staged(name="1f1b", model=LAYERS, **options):
-    schedule = pipeline.schedule(name, 3, 4)
-    return lambda group: pipeline.distribute(gpt(model), schedule, group, **options)
+    schedule = pipeline.make_schedule(name, 3, 4)
+    return lambda group: pipeline.distribute_model(gpt(model), schedule, group, **options)
 
 
 def cube(stage=0, seed=0, model=DENSE, name="1f1b", sequence=False, **degrees):
@@ -191,13 +191,13 @@ DIFFER = {
     "tensor parallel": (
         wrapped(tp.parallelize, model=THREE),
         {
-            "edges": wrapped(tp.parallelize, sp.ALONG_SEQUENCE, model=THREE),
+            "edges": wrapped(tp.parallelize, sp.SEQUENCE_SHARDED, model=THREE),
         },
     ),
     "context parallel": (
-        wrapped(cp.distribute, model=THREE),
+        wrapped(cp.distribute_model, model=THREE),
         {
-            "attention": wrapped(cp.distribute, "ulysses", model=THREE),
+            "attention": wrapped(cp.distribute_model, "ulysses", model=THREE),
         },
     ),
     "experts": (
@@ -282,7 +282,7 @@ def clipped(limit):
 
 def summed(reduction):
     logits, targets = here(torch.ones(1, 3, 4)), here(torch.zeros(1, 3, dtype=torch.int64))
-    return lambda group: tp.loss(logits, targets, group, reduction)
+    return lambda group: tp.vocab_parallel_loss(logits, targets, group, reduction)
 
 
 def calls():

@@ -88,7 +88,9 @@ def test_pipeline():
     assert names == list(theirs)
     for name, row in zip(names, found, strict=True):
         assert row["against"] == f"torch {theirs[name]}"
-    assert {row["case"].split(":")[0] for row in printed["predictions"]} == set(pipeline.NAMES)
+    assert {row["case"].split(":")[0] for row in printed["predictions"]} == set(
+        pipeline.SCHEDULE_NAMES
+    )
     for row in printed["predictions"]:
         assert list(row) == [
             *("case", "ranks", "link", "error", "quartiles", "error_after", "quartiles_after")

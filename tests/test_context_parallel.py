@@ -29,10 +29,10 @@ SIZES = (1, 2, 4)
 def test_join_is_the_inverse_of_split_and_positions_say_where_tokens_stand(layout, n, unit, dim):
     seq = unit * n * (2 if layout == "zigzag" else 1)
     whole = torch.arange(seq * 6).view(2, 3, seq).movedim(2, dim)
-    parts = [cp.split(whole, n, rank, layout, dim) for rank in range(n)]
-    assert cp.join(parts, layout, dim).equal(whole)
+    parts = [cp.split_seq(whole, n, rank, layout, dim) for rank in range(n)]
+    assert cp.join_seq(parts, layout, dim).equal(whole)
     for rank, part in enumerate(parts):
-        where = cp.positions(layout, seq, n, rank)
+        where = cp.token_positions(layout, seq, n, rank)
         assert part.equal(whole.index_select(dim, where))
         assert where.dtype == torch.int64 and where.equal(where.sort().values)
 
@@ -44,12 +44,12 @@ def test_blocks_are_the_mask_and_each_pair_once(layout, n, unit, causal):
     computed = torch.zeros(n * local_seq, n * local_seq, dtype=torch.int64)
     for rank in range(n):
         for source in range(n):
-            mine, theirs = (cp.positions(layout, n * local_seq, n, r) for r in (rank, source))
-            for block in cp.blocks(layout, n, rank, source, causal, local_seq):
+            mine, theirs = (cp.token_positions(layout, n * local_seq, n, r) for r in (rank, source))
+            for block in cp.list_blocks(layout, n, rank, source, causal, local_seq):
                 rows, columns = mine[block.queries], theirs[block.keys]
                 pairs = torch.ones(len(rows), len(columns), dtype=torch.int64)
                 pairs = pairs.tril() if block.causal else pairs
-                assert pairs.sum() == block.pairs
+                assert pairs.sum() == block.num_pairs
                 computed[rows[:, None], columns] += pairs
     whole = torch.ones_like(computed)
     assert computed.equal(whole.tril() if causal else whole)
@@ -58,11 +58,11 @@ def test_blocks_are_the_mask_and_each_pair_once(layout, n, unit, causal):
 @given(st.integers(1, 16), st.integers(1, 4))
 def test_zig_zag_shares_out_equal_work_in_every_turn(n, unit):
     local_seq = 2 * unit
-    turns = cp.score_turns("zigzag", n * local_seq, n)
+    turns = cp.count_pairs_by_turn("zigzag", n * local_seq, n)
     own, others = local_seq * (local_seq + 1) // 2, local_seq * local_seq // 2
     assert turns == [[own] + [others] * (n - 1)] * n
     assert sum(map(sum, turns)) == n * local_seq * (n * local_seq + 1) // 2
-    lazy, busy = (cp.score_pairs("contiguous", n * local_seq, n, rank) for rank in (0, n - 1))
+    lazy, busy = (cp.count_pairs("contiguous", n * local_seq, n, rank) for rank in (0, n - 1))
     assert (lazy, busy) == (own, own + (n - 1) * local_seq * local_seq)
 
 
@@ -78,7 +78,7 @@ def test_two_blocks_merged_are_attention_over_both(seed, queries, left, right):
     q = 4 * q
     first = cp.block_attention(q, k[:, :, :left], v[:, :, :left])
     second = cp.block_attention(q, k[:, :, left:], v[:, :, left:])
-    merged = cp.merge(*first, *second)
+    merged = cp.merge_attention(*first, *second)
     whole = cp.block_attention(q, k, v)
     for got, expected in zip(merged, whole, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
@@ -96,7 +96,7 @@ def test_the_plain_kernel_equals_the_fused_one(monkeypatch, causal):
         return y, lse, *cp.block_gradients(dy, q, k, v, y, lse, causal)
 
     fused = both()
-    monkeypatch.setattr(kernel, "_kernel", lambda q: "plain")
+    monkeypatch.setattr(kernel, "_choose_kernel", lambda q: "plain")
     for got, expected in zip(both(), fused, strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
@@ -115,13 +115,13 @@ def gaps(way, seed, shape, dtype, causal, layout, group):
     """Return the largest differences from one process: results, and gradients of q, k, v."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     *whole, dy = tensors(seed, *shape, dtype)
-    mine = [cp.split(x, size, rank, layout, 2).clone().requires_grad_() for x in whole]
+    mine = [cp.split_seq(x, size, rank, layout, 2).clone().requires_grad_() for x in whole]
     y = WAYS[way](*mine, group, causal, layout)
-    y.backward(cp.split(dy, size, rank, layout, 2))
+    y.backward(cp.split_seq(dy, size, rank, layout, 2))
     whole = [x.requires_grad_() for x in whole]
     expected = F.scaled_dot_product_attention(*whole, is_causal=causal, enable_gqa=True)
     expected.backward(dy)
-    got = [cp.gather(x, group, layout, 2) for x in (y, *(m.grad for m in mine))]
+    got = [cp.gather_seq(x, group, layout, 2) for x in (y, *(m.grad for m in mine))]
     return [
         (a - b).abs().max().item()
         for a, b in zip(got, (expected.detach(), *(w.grad for w in whole)), strict=True)
@@ -180,7 +180,7 @@ def test_bytes_on_the_wire_are_those_predicted(size):
         for (way, kv_heads, dtype), (forward, backward) in zip(cases, results, strict=True):
             itemsize = dtype.itemsize
             if way == "ring":
-                predicted = cp.ring_sent(2, 16, kv_heads, 6, size, itemsize)
+                predicted = cp.predict_ring_bytes(2, 16, kv_heads, 6, size, itemsize)
                 assert (forward.bytes, backward.bytes) == (
                     predicted["forward"],
                     predicted["backward"],
@@ -188,7 +188,7 @@ def test_bytes_on_the_wire_are_those_predicted(size):
                 assert forward.messages + backward.messages == predicted["messages"]
                 assert not forward.calls and not backward.calls
             else:
-                predicted = cp.ulysses_sent(2, 16, 4, kv_heads, 6, size, itemsize)
+                predicted = cp.predict_ulysses_bytes(2, 16, 4, kv_heads, 6, size, itemsize)
                 calls = forward.calls + backward.calls
                 handed = forward.payload + backward.payload
                 assert calls["all_to_all_single"] == predicted["calls"] == sum(calls.values())
@@ -201,7 +201,7 @@ def test_bytes_on_the_wire_are_those_predicted(size):
 def traced(layout, causal):
     n, rank = dist.get_world_size(), dist.get_rank()
     *whole, dy = tensors(0, 1, 48, 2, 2, 4, torch.float32)
-    mine = [cp.split(x, n, rank, layout, 2).clone().requires_grad_() for x in whole]
+    mine = [cp.split_seq(x, n, rank, layout, 2).clone().requires_grad_() for x in whole]
     trace = []
     cp.ring_attention(*mine, dist.group.WORLD, causal, layout, trace).sum().backward()
     return trace
@@ -217,8 +217,8 @@ def test_blocks_that_ranks_compute_are_those_predicted(size):
                 for work in trace:
                     assert work.source == (rank - work.turn) % size and work.seconds > 0
                     if work.backward == backward:
-                        found[work.turn] += work.block.pairs
-                assert found == cp.score_turns(layout, 48, size, causal)[rank]
+                        found[work.turn] += work.block.num_pairs
+                assert found == cp.count_pairs_by_turn(layout, 48, size, causal)[rank]
 
 
 def memory(way, shape, dtype, layout):
@@ -262,7 +262,7 @@ def test_memory_is_what_is_predicted(size):
 
     results = run(work, size, device="cpu")  # the prediction is for the CPU's kernels
     for i, (way, shape, dtype, layout) in enumerate(cases):
-        predicted = cp.attention_memory(way, *shape, ranks=size, itemsize=dtype.itemsize)
+        predicted = cp.predict_attention_memory(way, *shape, ranks=size, itemsize=dtype.itemsize)
         for result in results:
             assert result[i][0] == predicted["kept"]
         # The most on any rank. gloo's threads may hold an all-to-all's buffers for a moment
@@ -282,7 +282,7 @@ def order():
     """Return the order of one rank's operations."""
     did = []
 
-    class Pass(core._Pass):
+    class Pass(core._RingTransfer):
         def __init__(self, *args):
             did.append("send")
             super().__init__(*args)
@@ -294,7 +294,7 @@ def order():
     def noted(fn, name):
         return lambda *args, **kwargs: (did.append(name), fn(*args, **kwargs))[1]
 
-    core._Pass = Pass
+    core._RingTransfer = Pass
     core.block_attention = noted(core.block_attention, "attend")
     core.block_gradients = noted(core.block_gradients, "differentiate")
     q, k, v, _ = (x.requires_grad_() for x in tensors(0, 1, 4, 1, 1, 2, torch.float32))
@@ -323,8 +323,8 @@ DEEP = Config(
 def activations(way):
     """Return the bytes that the model keeps for backward on this rank, before the loss."""
     torch.manual_seed(0)
-    model = cp.distribute(GPT(DEEP), dist.group.WORLD, way, "contiguous")
-    tokens = cp.shard(torch.randint(64, (1, 64)), dist.group.WORLD, "contiguous")
+    model = cp.distribute_model(GPT(DEEP), dist.group.WORLD, way, "contiguous")
+    tokens = cp.shard_tokens(torch.randint(64, (1, 64)), dist.group.WORLD, "contiguous")
     with count.track_saved_activations(model, tokens) as saved:
         model(tokens)
     return saved.bytes

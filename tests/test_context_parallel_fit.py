@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from shardlab import memory, ranks
 from shardlab.common.shapes import PRESETS
-from shardlab.context_parallel import average_gradients, distribute, shard
+from shardlab.context_parallel import average_gradients, distribute_model, shard_tokens
 from shardlab.context_parallel.fit import (
-    WAYS,
-    context_moments,
-    tokens_that_fit,
+    METHODS,
+    find_max_context,
+    predict_context_moments,
 )
 from shardlab.gpt.model import GPT, Config, loss
 from shardlab.layout import Layout
@@ -43,13 +43,15 @@ def peak_of_a_step(config: Config, seq: int, way: str) -> int:
     torch.manual_seed(0)
     model = GPT(config)
     if dist.get_world_size() > 1:
-        model = distribute(model, group, way)
+        model = distribute_model(model, group, way)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     for length in (16, seq):
         model.zero_grad()
         tokens_BS, targets_BS = torch.randint(0, config.vocab, (2, 1, length))
         layout = "zigzag" if dist.get_world_size() > 1 else "contiguous"
-        tokens_Bs, targets_Bs = (shard(x, group, layout).clone() for x in (tokens_BS, targets_BS))
+        tokens_Bs, targets_Bs = (
+            shard_tokens(x, group, layout).clone() for x in (tokens_BS, targets_BS)
+        )
         del tokens_BS, targets_BS
         gc.collect()
         with count.track_memory(model, optimizer, tokens_Bs, targets_Bs) as held:
@@ -67,14 +69,14 @@ def test_predicted_peak_is_the_measured_one(size: int, names: list[str]) -> None
         return {
             (name, way): peak_of_a_step(SHAPES[name], SHAPES[name].seq, way)
             for name in names
-            for way in WAYS
+            for way in METHODS
         }
 
     results = ranks.run(run, size, device="cpu")  # as predicted: a GPU's attention keeps others
     for name, way in results[0]:
         config, peaks = SHAPES[name], [found[name, way] for found in results]
         layout = Layout(cp=size)
-        moments = context_moments(config, layout, config.seq, way, "fp32", "cpu")
+        moments = predict_context_moments(config, layout, config.seq, way, "fp32", "cpu")
         predicted = max(moments.values())
         # Ranks may differ: zig-zag, those with early tokens have more to hold when they compute the
         # last turn. Within 5 %, the course's promise for peaks, here and in `memory`.
@@ -97,7 +99,7 @@ def test_what_fits_does_fit_and_nothing_longer() -> None:
     def run(lengths: tuple[int, ...]) -> list[int]:
         return [peak_of_a_step(config, seq, "ring") for seq in lengths]
 
-    seq = tokens_that_fit(config, budget, Layout(cp=4), **choices)
+    seq = find_max_context(config, budget, Layout(cp=4), **choices)
     lengths = seq, seq + seq // 8 // 8 * 8
     peaks = [max(pair) for pair in zip(*ranks.run(run, 4, lengths, device="cpu"), strict=True)]
     # Activations grow by 1/8 and dominate: 5 % of the model's accuracy lie between.
@@ -109,7 +111,7 @@ def test_what_fits_does_fit_and_nothing_longer() -> None:
 
 def test_what_divides_activations_makes_room() -> None:
     def fit(way: str = "ring", **more: Any) -> int:
-        return tokens_that_fit(LLAMA, 80 * 10**9, Layout(tp=8, **more), way)
+        return find_max_context(LLAMA, 80 * 10**9, Layout(tp=8, **more), way)
 
     alone, along = fit(), fit(sequence_parallel=True)
     assert 1.5 * alone < along  # norms and dropouts of all tokens dominated

@@ -53,11 +53,11 @@ def part(tensor, group):
 def sent(choices, dtype):
     model = experts.parallelize(gpt(**choices).to(dtype), dist.group.WORLD)
     tokens, targets = (part(x, dist.group.WORLD) for x in batch(0))
-    with experts.watch(model) as routed, count.record_traffic() as found:
+    with experts.record_routing(model) as routed, count.record_traffic() as found:
         loss(model(tokens), targets).backward()
-    dropped = int(sum(one.dropped.sum() for one in routed))
+    dropped = int(sum(one.dropped_BS.sum() for one in routed))
     assert bool(dropped) is (model.config.capacity is not None)
-    want = experts.predicted_sent(model.config, tokens.numel(), dtype.itemsize, dropped)
+    want = experts.predict_sent_bytes(model.config, tokens.numel(), dtype.itemsize, dropped)
     return found.collectives["all_to_all_single"], want
 
 
@@ -69,7 +69,7 @@ def test_bytes_of_all_to_alls_are_those_predicted(size):
         config = replace(SMALL, **CASES[case])
         handed = sum(payload for (_, payload), _ in found)
         assert handed == sum(sum(want.values()) for _, want in found)
-        assert {calls for (calls, _), _ in found} == {experts.predicted_calls(config)}
+        assert {calls for (calls, _), _ in found} == {experts.predict_calls(config)}
 
 
 def random_routes(cases):
@@ -85,13 +85,13 @@ def random_routes(cases):
             for n, g in zip(counts, generators, strict=True)
         ]
         chosen_TC = here(every[rank])
-        way = experts.route(chosen_TC, total, group)
+        way = experts.plan_route(chosen_TC, total, group)
         # A row encodes its origin: rank, token and choice, expert.
         numbers = torch.arange(chosen_TC.numel(), device=chosen_TC.device)
         rows = torch.stack((torch.full_like(numbers, rank), numbers, chosen_TC.flatten()), 1)
         rows = rows[way.order_R].double()
         sizes = [sum(row) for row in way.received]
-        came = experts.exchange(rows, way.sent, sizes, group)
+        came = experts.exchange_rows(rows, way.sent, sizes, group)
         want = [
             [source, x, e]
             for source in range(size)
@@ -101,7 +101,7 @@ def random_routes(cases):
         ]
         assert came.tolist() == want
         assert way.dropped == (chosen_TC < 0).sum()
-        assert experts.exchange(came, sizes, way.sent, group).equal(rows)
+        assert experts.exchange_rows(came, sizes, way.sent, group).equal(rows)
     return True
 
 
@@ -117,30 +117,33 @@ def test_every_row_finds_its_expert_and_its_way_back(size, cases):
 def test_published_numbers():
     # arXiv 2401.04088, Table 1: 46.7 and 12.9 billion; arXiv 2412.19437: 671 and 37. The released
     # DeepSeek-V3 has 671,026,419,200, of which 58 * 256 are biases of routers: no gradient's.
-    mixtral = experts.parameters(PRESETS["mixtral-8x7b"])
+    mixtral = experts.count_parameters(PRESETS["mixtral-8x7b"])
     assert (mixtral.total, mixtral.active) == (46_702_792_704, 12_879_925_248)
-    deepseek = experts.parameters(PRESETS["deepseek-v3"])
+    deepseek = experts.count_parameters(PRESETS["deepseek-v3"])
     assert deepseek.total == 671_026_419_200 - 58 * 256
     looked_up = 129_280 * 7168  # the embedding's rows, of which a token uses one
     assert round((deepseek.active - looked_up) / 1e9) == 37
 
 
 def test_the_fullest_rank_is_waited_for_and_the_fullest_expert_padded_to():
-    assert experts.wait([0.5, 0.25, 0.25, 0.0], 2) == 1.5
-    assert experts.padded(SMALL, 100, 75) == 1.5
+    assert experts.load_slowdown([0.5, 0.25, 0.25, 0.0], 2) == 1.5
+    assert experts.padding_factor(SMALL, 100, 75) == 1.5
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_held_parameters_are_those_counted(size):
     configs = [replace(SMALL, **choices) for choices in CASES.values()]
     for config in configs:
-        assert experts.parameters(config).total == count_parameters(config)
+        assert experts.count_parameters(config).total == count_parameters(config)
 
     def counted():
         models = [experts.parallelize(GPT(config), dist.group.WORLD) for config in configs]
         return [sum(p.numel() for p in model.parameters()) for model in models]
 
-    assert run(counted, size) == [[experts.held(config, size) for config in configs]] * size
+    assert (
+        run(counted, size)
+        == [[experts.count_held_parameters(config, size) for config in configs]] * size
+    )
 
 
 def states():
@@ -162,7 +165,7 @@ def test_a_state_of_another_model_goes_in_and_comes_out():
 def test_the_balancing_loss_is_one_for_each_even_layer():
     """The lesson shows that the loss and the bias balance the loads."""
     model = gpt(layers=1)
-    with experts.watch(model) as routed:
+    with experts.record_routing(model) as routed:
         model(batch(0)[0])
     (one,) = routed
     assert one.count_E.sum() == 8 * 12 * 2
@@ -175,10 +178,10 @@ def test_the_bias_goes_on_in_16_bits_models_in_steps_that_these_would_lose():
     model.blocks[0].ffn.router.bias_E.copy_(torch.tensor([0.5, -0.5, 0.0, 0.25]))
     router = model.bfloat16().blocks[0].ffn.router
     assert router.score.weight.dtype == torch.bfloat16
-    with experts.watch(model) as routed, torch.no_grad():
+    with experts.record_routing(model) as routed, torch.no_grad():
         model(batch(0)[0])
     assert routed[0].scores_BSE.dtype == torch.float32
-    wanted = torch.tensor([0.5, -0.5, 0.0, 0.25]) + (0.25 - experts.loads(routed)[0]).sign()
+    wanted = torch.tensor([0.5, -0.5, 0.0, 0.25]) + (0.25 - experts.compute_loads(routed)[0]).sign()
     for _ in range(1000):
         experts.update_bias(routed, 0.001)
     # Float32: 1,000 sums, each off by 2^-24 of up to 1.5.
@@ -191,12 +194,12 @@ def in_micro_batches():
     serial = gpt(**DEEPSEEK).double()
     model = experts.parallelize(copy.deepcopy(serial), world)
     tokens, _ = batch(0, 16)
-    with experts.watch(serial) as one:
+    with experts.record_routing(serial) as one:
         serial(tokens)
-    with experts.watch(model) as four:
+    with experts.record_routing(model) as four:
         for micro in part(tokens, world).tensor_split([1, 2, 5]):  # of unequal sizes
             model(micro)
-    torch.testing.assert_close(experts.loads(four, world), experts.loads(one))
+    torch.testing.assert_close(experts.compute_loads(four, world), experts.compute_loads(one))
     value = experts.balancing_loss(four, world)
     dist.all_reduce(value := value.detach())
     torch.testing.assert_close(value / world.size(), experts.balancing_loss(one).detach())
@@ -217,9 +220,9 @@ def without_tokens():
     model = experts.parallelize(copy.deepcopy(serial), world)
     tokens, targets = batch(0)
     mine = slice(None) if dist.get_rank() == 0 else slice(0)
-    with experts.watch(model) as routed:
+    with experts.record_routing(model) as routed:
         loss(model(tokens[mine]), targets[mine], "sum").backward()
-    assert experts.loads(routed, world).sum().item() == pytest.approx(len(routed))
+    assert experts.compute_loads(routed, world).sum().item() == pytest.approx(len(routed))
     loss(serial(tokens), targets, "sum").backward()
     own = {id(parameter) for parameter in experts.own_parameters(model)}
     whole = dict(serial.named_parameters())

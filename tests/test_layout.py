@@ -69,16 +69,19 @@ def test_names_shapes_order_ties_and_counts_are_the_model_s(config: Config) -> N
 def cut(config: Config) -> dict[str, tuple]:
     """Return a rank's shape, cut dimension and type of each tensor in a really cut model."""
     model = tensor_parallel.parallelize(GPT(config), dist.group.WORLD)
-    found, words = tensor_parallel.cuts(model), tensor_parallel.states.words(model)
+    found, words = (
+        tensor_parallel.get_shard_dims(model),
+        tensor_parallel.states.get_parameter_types(model),
+    )
     return {n: (tuple(p.shape), found[n], words[n]) for n, p in model.named_parameters()}
 
 
 def seen_partly(config: Config) -> list[str]:
     """Return the replicated parameters whose gradient on a rank covers only the rank's tokens."""
     model = tensor_parallel.parallelize(
-        GPT(config), dist.group.WORLD, sequence_parallel.ALONG_SEQUENCE
+        GPT(config), dist.group.WORLD, sequence_parallel.SEQUENCE_SHARDED
     )
-    some = {id(parameter) for parameter in sequence_parallel.seen_partly(model)}
+    some = {id(parameter) for parameter in sequence_parallel.find_partial_gradients(model)}
     return [name for name, p in model.named_parameters() if id(p) in some]
 
 
@@ -129,7 +132,9 @@ def test_every_layer_stands_on_one_stage_where_the_pipeline_has_it(pp, each, den
         assert sum(dense) == sum(n in first for n in stage.layer_indices)
         assert sparse == stage.layers - sum(dense)
     if pp > 1:  # parts of the model in the order of the pipeline's own placement
-        placement = pipeline.schedule(name, pp, pp, v if name == "interleaved" else None).placement
+        placement = pipeline.make_schedule(
+            name, pp, pp, v if name == "interleaved" else None
+        ).placement
         for stage, parts in zip(found, placement, strict=True):
             assert [chunk.start // each for chunk in stage.chunks] == list(parts)
 
@@ -197,10 +202,10 @@ def test_megatron_counts_the_ends_as_a_layer(layers: int, pp: int, found: list[i
 @given(st.integers(2, 8), st.integers(1, 40), st.integers(2, 4))
 def test_micro_batches_in_flight_are_those_of_the_schedule(name: str, p: int, m: int, v: int):
     chunks = {"interleaved": v, "zb-v": 2}.get(name, 1)
-    plan = pipeline.schedule(name, p, m, chunks if chunks > 1 else None)
+    plan = pipeline.make_schedule(name, p, m, chunks if chunks > 1 else None)
     layout = Layout(pp=p, microbatches=m, schedule=name, chunks=chunks)
     found = [memory.in_flight(layout, stage) for stage in range(p)]
-    lived = list(pipeline.live(plan))
+    lived = list(pipeline.count_peak_activations(plan))
     if name == "zb-v":  # a bound, which many micro-batches reach
         assert all(n <= most for n, most in zip(lived, found, strict=True))
         assert lived == found or m < 2 * p

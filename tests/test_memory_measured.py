@@ -27,7 +27,7 @@ from shardlab import memory, ranks, tensor_parallel
 from shardlab.gpt.model import GPT, PRESETS, Config, loss
 from shardlab.layout import Layout
 from shardlab.measure import count
-from shardlab.sequence_parallel import ALONG_SEQUENCE, sum_gradients
+from shardlab.sequence_parallel import SEQUENCE_SHARDED, sum_gradients
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LLAMA = Config(
@@ -90,7 +90,7 @@ class Step:
         self.loss, self.edges = loss, edges
         if edges is not None:
             tensor_parallel.parallelize(self.model, dist.group.WORLD, edges)
-            self.loss = partial(tensor_parallel.loss, group=dist.group.WORLD)
+            self.loss = partial(tensor_parallel.vocab_parallel_loss, group=dist.group.WORLD)
         self.parameters = list(self.model.parameters())
         # The optimizer works on float32 weights: the model's own, or a second copy of them.
         self.master: list[Tensor] = []
@@ -143,7 +143,7 @@ class Step:
             value = self.loss(self.model(tokens_BS), targets_BS)
             kept = held.current_bytes - before - value.nbytes
             value.backward()
-            if self.edges is ALONG_SEQUENCE:
+            if self.edges is SEQUENCE_SHARDED:
                 sum_gradients(self.model, dist.group.WORLD)
             gradients = count.measure_state_bytes(self.model, self.optimizer)["gradients"]
             self.update()
@@ -270,7 +270,7 @@ ON_GPU = [
 def cut_steps(cases: list[tuple], device: str) -> list[list[Measured]]:
     found = []
     for config, precision, layout in cases:
-        edges = ALONG_SEQUENCE if layout.sequence_parallel else tensor_parallel.REPLICATED
+        edges = SEQUENCE_SHARDED if layout.sequence_parallel else tensor_parallel.REPLICATED
         step = Step(config, precision, device, edges=edges)
         if layout.recompute == "full":
             recompute_blocks(step.model)

@@ -208,7 +208,7 @@ def test_renamed_parameters_are_compared():
 
 CUTS = {
     "columns": lambda x, r, n: x.chunk(n, 1)[r],
-    "zig-zag": lambda x, r, n: cp.split(x, n, r, "zigzag", 0),
+    "zig-zag": lambda x, r, n: cp.split_seq(x, n, r, "zigzag", 0),
     "dealt": lambda x, r, n: x[r::n],
     "fused columns": lambda x, r, n: torch.cat([p.chunk(n, 1)[r] for p in x.chunk(3, 1)], 1),
     "rows of columns": lambda x, r, n: x.chunk(n)[r].chunk(n, 1)[n - 1 - r],

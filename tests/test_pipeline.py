@@ -15,17 +15,17 @@ from shardlab import ranks
 from shardlab.gpt.model import GPT, Config
 from shardlab.measure import count, link
 from shardlab.pipeline import (
-    NAMES,
-    asleep,
-    balance,
-    cut,
-    distribute,
-    needed,
-    other_end,
-    schedule,
+    SCHEDULE_NAMES,
+    balance_layers,
+    distribute_model,
+    find_peer,
+    find_receive,
+    make_schedule,
+    make_sleeping_pipeline,
     simulate,
+    split_model,
 )
-from shardlab.pipeline.core import come
+from shardlab.pipeline.core import find_arrived_sends
 
 TINY = Config(vocab=32, seq=4, layers=6, heads=2, hidden=16, tied=False)
 LLAMA = replace(TINY, heads=4, kv_heads=2, hidden=32, mlp="swiglu", norm="rms", bias=False)
@@ -51,7 +51,7 @@ def model_of(config, dtype=torch.float32):
 def over_a_slow_link():
     slow = link.create_slow_group(1e-3, 1e8)
     with count.record_traffic() as sent:
-        pipe = distribute(model_of(LLAMA), schedule("1f1b", 2, 3), slow)
+        pipe = distribute_model(model_of(LLAMA), make_schedule("1f1b", 2, 3), slow)
         for _ in range(2):
             pipe.step(*the_batch(LLAMA, 3))
     rank, number = dist.get_rank(), torch.ones(1)
@@ -74,17 +74,17 @@ def test_messages_are_what_the_schedule_says_and_go_over_any_link():
 def test_parts_keep_the_names_and_the_tensors_of_the_model():
     model = GPT(TINY)
     for layers in (1, 4, 6, [0, 6, 0], [2, 4]):
-        parts = cut(model, layers)
+        parts = split_model(model, layers)
         joined = {n: p for part in parts for n, p in part.named_parameters()}
         assert list(joined) == [n for n, _ in model.named_parameters()]
         assert all(joined[n] is p for n, p in model.named_parameters())
-    assert [len(part.blocks) for part in cut(model, 4)] == [2, 2, 1, 1]
+    assert [len(part.blocks) for part in split_model(model, 4)] == [2, 2, 1, 1]
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.data())
 def test_balance_is_the_best_there_is(costs, data):
     parts = data.draw(st.integers(1, len(costs)))
-    found = balance([c / 7 for c in costs], parts)
+    found = balance_layers([c / 7 for c in costs], parts)
     assert len(found) == parts and sum(found) == len(costs) and min(found) >= 1
 
     def judged(sizes):
@@ -100,25 +100,25 @@ def test_balance_is_the_best_there_is(costs, data):
 # Messages
 
 
-@given(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 8))
+@given(st.sampled_from(SCHEDULE_NAMES), st.integers(1, 5), st.integers(1, 8))
 def test_what_is_let_go_has_come(name, stages, m):
-    plan = schedule(name, stages, m)
+    plan = make_schedule(name, stages, m)
     for stage in range(stages):
-        over = come(plan, stage)
+        over = find_arrived_sends(plan, stage)
         sends = [send for done in over.values() for send in done]
         assert len(sends) == len(set(sends))
         posted = set()
         for action in plan.actions[stage]:
             if action.kind in ("SF", "SB"):
                 posted.add(action)
-            elif receive := needed(plan, stage, action):
+            elif receive := find_receive(plan, stage, action):
                 for send in over[receive]:
                     assert send in posted
                     # The receiver waits for the message before it computes the reply.
-                    peer, theirs = other_end(plan, stage, send)
+                    peer, theirs = find_peer(plan, stage, send)
                     order = plan.actions[peer]
-                    user = next(a for a in order if needed(plan, peer, a) == theirs)
-                    back = other_end(plan, stage, receive)[1]
+                    user = next(a for a in order if find_receive(plan, peer, a) == theirs)
+                    back = find_peer(plan, stage, receive)[1]
                     assert order.index(user) < order.index(back)
 
 
@@ -128,11 +128,13 @@ def test_what_is_let_go_has_come(name, stages, m):
 def sleeping():
     found = []
     for name in ("1f1b", "zb-v"):
-        plan = schedule(name, 4, 6)
-        pipe = asleep(plan, dist.group.WORLD, 0.02, 0.03, [0.01] * 4, size=7, record=True)
+        plan = make_schedule(name, 4, 6)
+        pipe = make_sleeping_pipeline(
+            plan, dist.group.WORLD, 0.02, 0.03, [0.01] * 4, size=7, record=True
+        )
         for _ in range(2):
             pipe.step(torch.zeros(6, 1), torch.zeros(6, 1))
-        found.append((pipe.timeline(), [p.grad.item() for p in pipe.parameters()]))
+        found.append((pipe.gather_timeline(), [p.grad.item() for p in pipe.parameters()]))
     return found
 
 
@@ -149,9 +151,9 @@ def test_a_measured_timeline_is_the_simulated_one():
             chunks = timelines[0].schedule.chunks
             assert all(r[number][1] == [12.0] * chunks for r in results)  # all backwards
             passes = [[s[:3] for s in spans] for spans in timelines[0].spans]
-            assert passes == [list(order) for order in schedule(name, 4, 6).orders]
-            predicted = simulate(schedule(name, 4, 6), 0.02, 0.03, 0.01)
-            errors.append(timelines[0].cost / predicted.cost - 1)
+            assert passes == [list(order) for order in make_schedule(name, 4, 6).orders]
+            predicted = simulate(make_schedule(name, 4, 6), 0.02, 0.03, 0.01)
+            errors.append(timelines[0].step_time / predicted.step_time - 1)
         if max(errors[-2:]) < 0.2:
             return
     with timing_claims():

@@ -28,18 +28,18 @@ def test_the_bubble_of_the_paper(capsys) -> None:
     assert [row[:8] for row in out.splitlines()[5:13]] == [f"stage {i} " for i in range(8)]
 
 
-@pytest.mark.parametrize("name", pipeline.NAMES)
+@pytest.mark.parametrize("name", pipeline.SCHEDULE_NAMES)
 def test_json_is_what_simulate_says(capsys, name: str) -> None:
     options = ["--chunks", "3"] if name == "interleaved" else []
     times = ["--forward", "1,2,1.5,1", "--backward-input", "2", "--hop", "0.25"]
     status, out, err = run(capsys, name, *SMALL, *options, *times, "--json")
     assert status == 0 and not err and out.count("\n") == 1
     found = json.loads(out)
-    made = pipeline.schedule(name, 4, 6, 3 if options else None)
+    made = pipeline.make_schedule(name, 4, 6, 3 if options else None)
     timeline = pipeline.simulate(made, [1, 2, 1.5, 1], 2, hop=0.25)
-    assert (found["bubble"], found["cost"]) == (timeline.bubble, timeline.cost)
+    assert (found["bubble"], found["cost"]) == (timeline.bubble, timeline.step_time)
     assert found["peak_activations"] == list(timeline.peak_activations)
-    assert found["busy"] == list(timeline.busy)
+    assert found["busy"] == list(timeline.busy_times)
     assert found["timeline"] == [[span._asdict() for span in row] for row in timeline.spans]
     heads = [found[key] for key in ("schedule", "stages", "microbatches", "chunks")]
     assert heads == [name, 4, 6, made.chunks]

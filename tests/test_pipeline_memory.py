@@ -9,8 +9,8 @@ from shardlab import memory, ranks
 from shardlab.gpt.model import GPT, Config
 from shardlab.layout import Layout
 from shardlab.measure import count
-from shardlab.pipeline import cut, distribute, live, schedule
-from shardlab.pipeline.deferred import defer, run
+from shardlab.pipeline import count_peak_activations, distribute_model, make_schedule, split_model
+from shardlab.pipeline.deferred import defer_weight_gradients, run_tasks
 
 CONFIG = Config(vocab=96, seq=64, layers=8, heads=4, hidden=64, tied=False)
 EACH = 2  # sequences in a micro-batch
@@ -28,17 +28,17 @@ def counted(plans):
     for key, (plan, recompute) in plans.items():
         torch.manual_seed(0)
         tokens = torch.randint(CONFIG.vocab, (EACH * plan.microbatches, CONFIG.seq))
-        pipe = distribute(GPT(CONFIG), plan, dist.group.WORLD, recompute=recompute)
+        pipe = distribute_model(GPT(CONFIG), plan, dist.group.WORLD, recompute=recompute)
         optimizer = torch.optim.AdamW(pipe.parameters(), foreach=False)
         pipe.step(tokens, tokens)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)  # as if micro-batches had gone before
-        pipe.passes.value = None
+        pipe.passes.loss_sum = None
         with count.track_memory(*pipe.parts, optimizer, tokens) as held:
             before = held.current_bytes
             pipe.step(tokens, tokens)
             peak, left = held.peak_bytes, held.current_bytes - before
-        loss = 0 if pipe.passes.value is None else pipe.passes.value.nbytes
+        loss = 0 if pipe.passes.loss_sum is None else pipe.passes.loss_sum.nbytes
         found[key] = {"peak": peak, "left": left - loss}
     return found
 
@@ -50,13 +50,13 @@ def results():
 
 
 PLANS = {
-    "1f1b": (schedule("1f1b", 4, 8), False),
-    "1f1b, recomputed": (schedule("1f1b", 4, 8), True),
-    "1f1b, m = p": (schedule("1f1b", 4, 4), False),
-    "gpipe": (schedule("gpipe", 4, 8), False),
-    "zb-h1": (schedule("zb-h1", 4, 8), False),
-    "zb-v": (schedule("zb-v", 4, 8), False),
-    "interleaved": (schedule("interleaved", 4, 8), False),
+    "1f1b": (make_schedule("1f1b", 4, 8), False),
+    "1f1b, recomputed": (make_schedule("1f1b", 4, 8), True),
+    "1f1b, m = p": (make_schedule("1f1b", 4, 4), False),
+    "gpipe": (make_schedule("gpipe", 4, 8), False),
+    "zb-h1": (make_schedule("zb-h1", 4, 8), False),
+    "zb-v": (make_schedule("zb-v", 4, 8), False),
+    "interleaved": (make_schedule("interleaved", 4, 8), False),
 }
 
 
@@ -65,7 +65,7 @@ def predicted(plan, stage, recompute):
     again, told = "full" if recompute else "none", {"precision": "fp32", "stage": stage}
     layout = Layout(1, 1, plan.stages, 0, EACH, plan.microbatches, again)
     kept = memory.activations(CONFIG, layout, **told)
-    more = live(plan)[stage] - kept.in_flight
+    more = count_peak_activations(plan)[stage] - kept.in_flight
     bytes_held = memory.estimate(CONFIG, layout, **told).peak + more * kept.layers * kept.layer
     if plan.placement[stage] == (plan.parts - 1,):  # each micro-batch's logits, too
         bytes_held += more * (kept.head + kept.logits)
@@ -96,8 +96,8 @@ def test_the_peak_of_any_schedule_follows_from_its_live_activations(results):
 def left_for_later():
     """Return a layer's held bytes after forward, after I, after W, in messages."""
     torch.manual_seed(0)
-    part = cut(GPT(CONFIG), 8)[1]
-    later = defer(part)
+    part = split_model(GPT(CONFIG), 8)[1]
+    later = defer_weight_gradients(part)
     for _ in range(2):  # the first time allocates gradients
         x, dy = torch.randn(2, EACH, CONFIG.seq, CONFIG.hidden).unbind()
         x.requires_grad_()
@@ -110,7 +110,7 @@ def left_for_later():
             torch.autograd.backward(edge, dy + 0)
             x.grad = edge = None
             found.append(held.current_bytes - before)
-            run(later)
+            run_tasks(later)
             found.append(held.current_bytes - before)
     return [bytes_held / STREAM for bytes_held in found]
 

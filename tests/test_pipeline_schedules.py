@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 
 from shardlab import ranks
 from shardlab.pipeline import (
-    NAMES,
+    SCHEDULE_NAMES,
     Schedule,
     Timeline,
-    from_text,
-    interleaved,
-    live,
-    one_f_one_b,
-    other_end,
-    schedule,
+    add_messages,
+    count_peak_activations,
+    find_peer,
+    make_schedule,
+    parse_schedule,
+    schedule_1f1b,
+    schedule_interleaved,
     simulate,
     validate,
-    with_messages,
 )
 
 QUICK = settings(max_examples=40, deadline=None, derandomize=True)
@@ -28,9 +28,9 @@ QUICK = settings(max_examples=40, deadline=None, derandomize=True)
 
 @st.composite
 def schedules(draw, stages: int = 8, microbatches: int = 20) -> Schedule:
-    name = draw(st.sampled_from(NAMES))
+    name = draw(st.sampled_from(SCHEDULE_NAMES))
     p, m = draw(st.integers(1, stages)), draw(st.integers(1, microbatches))
-    return schedule(name, p, m, draw(st.integers(1, 4)) if name == "interleaved" else None)
+    return make_schedule(name, p, m, draw(st.integers(1, 4)) if name == "interleaved" else None)
 
 
 # --- every schedule, any p, m, v ----------------------------------------------------------------
@@ -41,7 +41,7 @@ def schedules(draw, stages: int = 8, microbatches: int = 20) -> Schedule:
 def test_every_schedule_is_valid_and_adds_up_in_one_process_order(made: Schedule) -> None:
     validate(made)
     for order in made.orders:
-        kinds = "FIW" if made.splits else "FB"
+        kinds = "FIW" if made.has_split_backward else "FB"
         assert len(order) == len(kinds) * made.microbatches * made.chunks
         for kind in kinds:
             for chunk in range(made.chunks):
@@ -53,7 +53,7 @@ def test_every_schedule_is_valid_and_adds_up_in_one_process_order(made: Schedule
 @given(schedules())
 def test_messages_have_two_ends(made: Schedule) -> None:
     crossings = sum(
-        made.owner(part)[0] != made.owner(part + 1)[0] for part in range(made.parts - 1)
+        made.find_owner(part)[0] != made.find_owner(part + 1)[0] for part in range(made.parts - 1)
     )
     messages = [
         (stage, action)
@@ -63,9 +63,9 @@ def test_messages_have_two_ends(made: Schedule) -> None:
     ]
     assert len(messages) == len(set(messages)) == 4 * made.microbatches * crossings
     for stage, message in messages:
-        peer, there = other_end(made, stage, message)
+        peer, there = find_peer(made, stage, message)
         assert peer != stage and (peer, there) in messages
-        assert other_end(made, peer, there) == (stage, message)
+        assert find_peer(made, peer, there) == (stage, message)
 
 
 # --- compared with torch ------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def test_interleaved_and_zb_v_are_torchs_own_orders() -> None:
     found, refused = ranks.run_with_fake_group(torch_orders, 8)
     assert len(found) > 200 and refused > 30  # torch refuses m that give no equal groups
     for name, p, m, v, theirs in found:
-        made = schedule(name, p, m, v)
+        made = make_schedule(name, p, m, v)
         ours = [
             [(a.kind, a.microbatch, made.placement[stage][a.chunk]) for a in order]
             for stage, order in enumerate(made.orders)
@@ -144,12 +144,12 @@ TABLES = (
 @pytest.mark.parametrize(("p", "m", "v", "times", "rates"), TABLES, ids=lambda x: str(x))
 def test_the_bubble_rates_of_the_zero_bubble_paper(p, m, v, times, rates) -> None:
     for name, rate in zip(("1f1b", "zb-h1", "zb-h2"), rates[:3], strict=True):
-        timeline = simulate(schedule(name, p, m), *times)
+        timeline = simulate(make_schedule(name, p, m), *times)
         assert f"{timeline.bubble:.4f}" == f"{rate:.4f}"
         work = m * sum(times[:3])
-        assert timeline.bubble == pytest.approx((timeline.cost - work) / timeline.cost)
+        assert timeline.bubble == pytest.approx((timeline.step_time - work) / timeline.step_time)
     # The paper's interleaved rate is ours without one message a stage.
-    cost = simulate(interleaved(p, m, v), *times).cost - p * times[3]
+    cost = simulate(schedule_interleaved(p, m, v), *times).step_time - p * times[3]
     assert f"{(cost - work) / cost:.4f}" == f"{rates[3]:.4f}"
 
 
@@ -157,51 +157,55 @@ def test_the_bubble_rates_of_the_zero_bubble_paper(p, m, v, times, rates) -> Non
 @given(*[st.integers(1, n) for n in (8, 20, 4, 9, 9, 9)])
 def test_closed_forms_of_the_bubble(p, m, v, f, i, w) -> None:
     def of(name: str, chunks: int | None = None) -> Timeline:
-        return simulate(schedule(name, p, m, chunks), *map(Fraction, (f, i, w, 0)))
+        return simulate(make_schedule(name, p, m, chunks), *map(Fraction, (f, i, w, 0)))
 
     b = i + w
     # Huang et al. 2019 (arXiv 1811.06965); Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.
-    assert of("naive").cost == p * m * (f + b)
+    assert of("naive").step_time == p * m * (f + b)
     assert of("naive").bubble == Fraction(p - 1, p)
     for name in ("gpipe", "1f1b"):
-        assert of(name).cost == (m + p - 1) * (f + b)
+        assert of(name).step_time == (m + p - 1) * (f + b)
         assert of(name).bubble == Fraction(p - 1, m + p - 1)
     if m >= p:  # stated for multiples of p; groups that are as equal as can be give it for all
         assert of("interleaved", v).bubble == Fraction(p - 1, v * m + p - 1)
-        assert of("interleaved", v).cost / (m * (f + b)) == 1 + Fraction(p - 1, v * m)
+        assert of("interleaved", v).step_time / (m * (f + b)) == 1 + Fraction(p - 1, v * m)
     else:
-        assert of("interleaved", v).cost >= (m + Fraction(p - 1, v)) * (f + b)
+        assert of("interleaved", v).step_time >= (m + Fraction(p - 1, v)) * (f + b)
     # Qi et al. 2023 (arXiv 2401.10241), Table 2. They assume equal times; found here: it holds
     # as long as the weights' part is no longer than what it has to fill.
     work = m * (f + i + w)
     if m >= p and w <= f:
-        assert of("zb-h1").cost == work + (p - 1) * (f + i - w)
+        assert of("zb-h1").step_time == work + (p - 1) * (f + i - w)
     if m >= 2 * p - 1 and w <= f and 2 * w <= f + i:
-        assert of("zb-h2").cost == work + (p - 1) * (f + i - 2 * w)
+        assert of("zb-h2").step_time == work + (p - 1) * (f + i - 2 * w)
 
 
 @QUICK
 @given(*[st.integers(1, n) for n in (9, 24, 4)])
 def test_closed_forms_of_memory(p, m, v) -> None:
     # One row for each stage; in micro-batches of a whole stage.
-    assert live(schedule("naive", p, m)) == (1,) * p
-    assert live(schedule("gpipe", p, m)) == (m,) * p
-    assert live(schedule("1f1b", p, m)) == tuple(min(m, p - stage) for stage in range(p))
+    assert count_peak_activations(make_schedule("naive", p, m)) == (1,) * p
+    assert count_peak_activations(make_schedule("gpipe", p, m)) == (m,) * p
+    assert count_peak_activations(make_schedule("1f1b", p, m)) == tuple(
+        min(m, p - stage) for stage in range(p)
+    )
     # Qi et al. 2023 (arXiv 2401.10241), Table 2 and section 6: p, 2p-1, p.
-    assert live(schedule("zb-h1", p, m)) == (min(m, p),) * p
-    assert live(schedule("zb-h2", p, m)) == (min(m, 2 * p - 1),) * p
-    assert max(live(schedule("zb-v", p, m))) == min(m, p)
+    assert count_peak_activations(make_schedule("zb-h1", p, m)) == (min(m, p),) * p
+    assert count_peak_activations(make_schedule("zb-h2", p, m)) == (min(m, 2 * p - 1),) * p
+    assert max(count_peak_activations(make_schedule("zb-v", p, m))) == min(m, p)
     # Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.3: p (1 + (p-1)/(pv)).
     if m % p == 0 and m >= 2 * p and v > 1:
-        assert live(interleaved(p, m, v))[0] == pytest.approx(p + (p - 1) / v)
+        assert count_peak_activations(schedule_interleaved(p, m, v))[0] == pytest.approx(
+            p + (p - 1) / v
+        )
 
 
 def test_zb_v_has_no_bubble_for_equal_times() -> None:
     for p in range(1, 9):
         for m in (2 * p - 1, 2 * p, 3 * p + 1):
-            assert simulate(schedule("zb-v", p, m), 1, 1, 1, 0).bubble == 0
+            assert simulate(make_schedule("zb-v", p, m), 1, 1, 1, 0).bubble == 0
         if p > 1:
-            assert simulate(schedule("zb-v", p, 2 * p - 2), 1, 1, 1, 0).bubble > 0
+            assert simulate(make_schedule("zb-v", p, 2 * p - 2), 1, 1, 1, 0).bubble > 0
 
 
 # --- by hand, and wrong -------------------------------------------------------------------------
@@ -211,28 +215,28 @@ def test_zb_v_has_no_bubble_for_equal_times() -> None:
 @given(schedules(4, 6))
 def test_text_is_read_back(made: Schedule) -> None:
     rows = str(made).splitlines()
-    assert from_text(*rows).orders == made.orders
-    rows = [" ".join(map(made.name_of, row)) for row in made.actions]
-    assert from_text(*rows).actions == made.actions
+    assert parse_schedule(*rows).orders == made.orders
+    rows = [" ".join(map(made.format_action, row)) for row in made.actions]
+    assert parse_schedule(*rows).actions == made.actions
 
 
 WRONG = [
-    (["F0 F1 B0", "F0 B0 F1 B1"], "stage 0: it does F1; allowed are F1 B1, or F1 I1 W1"),
-    (["F0 I0 F1 B1", "F0 B0 F1 B1"], "stage 0: it does F0 I0; allowed"),
-    (["F0 B0", "B0 F0"], "stage 1: it does B0 F0; allowed"),
-    (["F0 SF0 B0", "RF0 F0 B0 SB0"], "stage 0: RB0 stands there 0 times; allowed is 1"),
-    (["SF0 F0 RB0 B0", "RF0 F0 B0 SB0"], "stage 0: SF0 stands before F0, which makes it"),
-    (["F0 SF0 B0 RB0", "RF0 F0 B0 SB0"], "stage 0: RB0 stands after B0, which needs it"),
+    (["F0 F1 B0", "F0 B0 F1 B1"], "stage 0 runs F1: expected F1 B1, or F1 I1 W1"),
+    (["F0 I0 F1 B1", "F0 B0 F1 B1"], "stage 0 runs F0 I0: expected"),
+    (["F0 B0", "B0 F0"], "stage 1 runs B0 F0: expected"),
+    (["F0 SF0 B0", "RF0 F0 B0 SB0"], "stage 0: RB0 occurs 0 times; expected 1"),
+    (["SF0 F0 RB0 B0", "RF0 F0 B0 SB0"], "stage 0: SF0 comes before F0, which produces it"),
+    (["F0 SF0 B0 RB0", "RF0 F0 B0 SB0"], "stage 0: RB0 comes after B0, which needs it"),
     (
         ["F0 SF0 F1 SF1 RB0 B0 RB1 B1", "RF1 RF0 F0 B0 SB0 F1 B1 SB1"],
-        "stages 0 and 1 order their messages differently: number 1 that stage 0 sends there is "
-        "SF0, number 1 that stage 1 receives is RF1, where RF0 has to stand",
+        "stages 0 and 1 order their messages differently: message 1 from stage 0 to stage 1 is "
+        "sent by SF0 and received by RF1; expected RF0",
     ),
     (
         ["F0 B0 F1 B1", "F0 F1 B0 B1"],
-        r"deadlock: stages 0 and 1 wait for each other, in a circle\n"
-        r"  stage 0 stands at B0 and waits for SB0 of stage 1, which stands at F1\n"
-        r"  stage 1 stands at F1 and waits for SF1 of stage 0, which stands at B0$",
+        r"deadlock: stages 0 and 1 wait for each other\n"
+        r"  stage 0 is blocked at B0: it waits for SB0 of stage 1, which is blocked at F1\n"
+        r"  stage 1 is blocked at F1: it waits for SF1 of stage 0, which is blocked at B0$",
     ),
     (
         ["F0 F1 I0 W0 I1 W1", "F0 I0 F1 I1 W0 W1", "F1 I1 W1 F0 I0 W0"],
@@ -243,18 +247,18 @@ WRONG = [
 
 @pytest.mark.parametrize(("rows", "message"), WRONG, ids=lambda x: str(x)[:40])
 def test_what_is_wrong_is_named(rows: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match="schedule 'yours': " + message):
-        validate(from_text(*rows))
+    with pytest.raises(ValueError, match="schedule 'custom': " + message):
+        validate(parse_schedule(*rows))
     if "message" not in message and not any("SF" in row for row in rows):
         with pytest.raises(ValueError, match=message):
-            simulate(from_text(*rows))
+            simulate(parse_schedule(*rows))
 
 
 def test_blocking_calls_need_another_order() -> None:
-    made = one_f_one_b(2, 2)
-    plain = replace(made, given=with_messages(made, early=False))
+    made = schedule_1f1b(2, 2)
+    plain = replace(made, explicit_actions=add_messages(made, early=False))
     validate(plain)  # posted and waited for later: valid
     with pytest.raises(ValueError, match="deadlock"):
         validate(plain, blocking=True)  # both stages send, and neither receives
-    gpipe = schedule("gpipe", 3, 4)
-    validate(replace(gpipe, given=with_messages(gpipe, early=False)), blocking=True)
+    gpipe = make_schedule("gpipe", 3, 4)
+    validate(replace(gpipe, explicit_actions=add_messages(gpipe, early=False)), blocking=True)

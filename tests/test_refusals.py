@@ -38,7 +38,7 @@ from shardlab.common.shapes import PRESETS
 from shardlab.gpt.model import GPT, Config
 from shardlab.layout import Layout
 from shardlab.measure import count, link
-from shardlab.pipeline import distribute, schedule
+from shardlab.pipeline import distribute_model, make_schedule
 from shardtools import strategy
 from shardtools.__main__ import COMMANDS
 from shardtools.cluster.command import PARTS
@@ -48,7 +48,7 @@ NANO, LLAMA, GPT3 = (PRESETS[name] for name in ("nano", "llama-3-8b", "gpt-3-175
 SPARSE = replace(PLAIN, experts=4)
 LATENT = replace(PLAIN, bias=False, latent=16, rotary=4)
 A100 = strategy.MACHINES["a100"]
-PAIR = schedule("1f1b", 2, 2)
+PAIR = make_schedule("1f1b", 2, 2)
 Table = dict[str, Callable[[], Any]]
 
 
@@ -96,7 +96,7 @@ LAYOUTS: Table = {
     "is no field of a layout; write": lambda: layout.parse_layout("d 2 · q 2"),
     # A layout and a model.
     "pp=2: must divide layers=5": lambda: layout.build_stages(replace(PLAIN, layers=5), 2),
-    "heads=2: allowed on 4 ranks": cuts(tp=4),
+    "heads=2: must be a multiple of the 4 ranks": cuts(tp=4),
     "zero=2: must be 0 or 1 with pp=2": cuts(pp=2, zero=2),
     "seq=9: must be divisible by tp=2": cuts(tp=2, sequence_parallel=True, seq=9),
     "tp=3: must divide": held(tp=3),
@@ -105,13 +105,13 @@ LAYOUTS: Table = {
 }
 TECHNIQUES: Table = {
     "full=True: must be False with scheme='summa'": lambda: gemm.predict_cost("summa", 4, 4, 4, 4),
-    "schedule='1f1c': allowed": lambda: schedule("1f1c", 2, 2),
-    "stage 0, 'G0': allowed": lambda: pipeline.from_text("F0 G0"),
-    "layers=9: allowed": lambda: pipeline.cut(GPT(PLAIN), 9),
-    "parts=3: must be": lambda: pipeline.balance([1, 2], 3),
-    "seq=10: 2 ranks": lambda: cp.split(torch.zeros(1, 10), 2, 0, "zigzag"),
-    "heads=4: allowed on 3 ranks": lambda: tp.predicted_states(PLAIN, 3),
-    "experts=4: 3 ranks": lambda: experts.held(SPARSE, 3),
+    "schedule='1f1c': must": lambda: make_schedule("1f1c", 2, 2),
+    "stage 0, 'G0': must": lambda: pipeline.parse_schedule("F0 G0"),
+    "layers=9: must": lambda: pipeline.split_model(GPT(PLAIN), 9),
+    "parts=3: must be": lambda: pipeline.balance_layers([1, 2], 3),
+    "seq=10: must be a multiple of 4": lambda: cp.split_seq(torch.zeros(1, 10), 2, 0, "zigzag"),
+    "heads=4: must be a multiple of the 3 ranks": lambda: tp.predict_state_bytes(PLAIN, 3),
+    "experts=4: must be a multiple of the 3": lambda: experts.count_held_parameters(SPARSE, 3),
     "folder='/nowhere': must hold a config.json": lambda: checkpoint.read_config("/nowhere"),
 }
 
@@ -126,34 +126,42 @@ def test_a_wrong_value_is_named(table: Table) -> None:
 
 def on_two(group: Any) -> Table:
     """Return each technique's errors on two ranks, before anything is sent."""
-    cut, along = (tp.parallelize(GPT(PLAIN), group, e) for e in (tp.REPLICATED, sp.ALONG_SEQUENCE))
+    cut, along = (
+        tp.parallelize(GPT(PLAIN), group, e) for e in (tp.REPLICATED, sp.SEQUENCE_SHARDED)
+    )
     logits, odd = torch.randn(2, 3, 4), torch.ones(1, 5, dtype=torch.int64)
     q, few = torch.zeros(1, 4, 3, 8), torch.zeros(1, 3, 6, 8)
     frozen, sparse = nn.Linear(2, 2).requires_grad_(False), nn.Embedding(3, 2, sparse=True)
     model, second = nn.Linear(2, 2), zero.shard(nn.Linear(2, 2), group, 2)
     tokens = torch.zeros(2, 6, dtype=torch.int64)
-    pipe = distribute(GPT(PLAIN), PAIR, group)
+    pipe = distribute_model(GPT(PLAIN), PAIR, group)
     return {
         "rows=3, columns=2: must multiply to 2": lambda: gemm.create_grid(group, 3, 2),
-        "heads=3: allowed on 2": lambda: tp.parallelize(
+        "heads=3: must be a multiple of the 2": lambda: tp.parallelize(
             GPT(replace(PLAIN, heads=3, hidden=36, ffn=48)), group
         ),
-        "tokens: 32 is among them": lambda: cut(torch.tensor([[1, 32]])),
-        "targets: 8 is among them": lambda: tp.loss(logits, torch.full((2, 3), 8), group),
-        "seq=5: allowed": lambda: along(odd),
-        "layout 'zigzag' needs an even number": lambda: cp.ring_attention(q, q, q, group),
-        "heads=3: 2 ranks": lambda: cp.all_to_all_attention(few, few, few, group),
-        "latent=16: allowed": lambda: cp.distribute(GPT(LATENT), group),
-        "attention='flash': must be": lambda: cp.distribute(GPT(PLAIN), group, "flash"),
+        "tokens: must be 0 to 31, but one is 32": lambda: cut(torch.tensor([[1, 32]])),
+        "targets: must be 0 to 7, but one is 8": lambda: tp.vocab_parallel_loss(
+            logits, torch.full((2, 3), 8), group
+        ),
+        "seq=5: must be": lambda: along(odd),
+        "s=3 must be even": lambda: cp.ring_attention(q, q, q, group),
+        "heads=3: must be a multiple of the 2 ranks; ring": lambda: cp.all_to_all_attention(
+            few, few, few, group
+        ),
+        "latent=16: must be None": lambda: cp.distribute_model(GPT(LATENT), group),
+        "attention='flash': must be": lambda: cp.distribute_model(GPT(PLAIN), group, "flash"),
         "must be a module with trainable": lambda: data_parallel.DataParallel(frozen, group),
         "must have dense gradients": lambda: zero.shard(sparse, group, 1),
         "stage=4: allowed": lambda: zero.shard(model, group, 4),
         "no_sync: Zero2 keeps": lambda: second.no_sync().__enter__(),
-        "experts=3: 2 ranks": lambda: experts.parallelize(GPT(replace(SPARSE, experts=3)), group),
-        "group has 2 ranks: allowed are 4": lambda: distribute(
-            GPT(PLAIN), schedule("gpipe", 4, 2), group
+        "experts=3: must be a multiple of the 2": lambda: experts.parallelize(
+            GPT(replace(SPARSE, experts=3)), group
         ),
-        "tokens has 1 sequences: allowed": lambda: pipe.step(tokens[:1], tokens[:1]),
+        "group has 2 ranks: must have 4": lambda: distribute_model(
+            GPT(PLAIN), make_schedule("gpipe", 4, 2), group
+        ),
+        "tokens has 1 sequences: must": lambda: pipe.step(tokens[:1], tokens[:1]),
         "ranks=2: must be 4": lambda: mesh.create_groups(Layout(tp=4), group),
         "bandwidth=0: must be": lambda: link.create_slow_group(0.0, 0, group),
     }
@@ -169,7 +177,7 @@ def foreign(one: Any) -> list[Callable[[], Any]]:
         lambda: data_parallel.DataParallel(nn.Linear(2, 2), one),
         lambda: zero.shard(nn.Linear(2, 2), one, 1),
         lambda: experts.parallelize(GPT(SPARSE), one),
-        lambda: distribute(GPT(PLAIN), PAIR, one),
+        lambda: distribute_model(GPT(PLAIN), PAIR, one),
         lambda: mesh.create_groups(Layout(), one),
     ]
 
@@ -209,12 +217,12 @@ MISTAKES = {  # command -> words of its error line
     "memory --modle gpt-2": "did you mean --model?",
     "memori": "did you mean memory?",
     "cluster wacth": "did you mean watch?",
-    "schedule 1f1c --stages 4 --microbatches 6": "schedule='1f1c': allowed",
+    "schedule 1f1c --stages 4 --microbatches 6": "schedule='1f1c': ",
     "schedule 1f1b --stages 9999 --microbatches 9999": "stages=9999: must be",
     "memory --config none --model gpt-2": "--model and --config",
     "memory --model gpt-2 --dp 4 --ranks 6": "ranks=6: must be 4",
     "mesh --dp two": "dp='two': must be",
-    "mesh --tp 3": "heads=2: allowed",
+    "mesh --tp 3": "heads=2: must be",
     "strategy plan --model gpt-9 --gpu h100 --gpus 8": "model='gpt-9': must be",
     f"{PLAN} --layout d8,sideways": "'sideways'",
     f"{PLAN} --layout d8 --tp 2": "--tp",

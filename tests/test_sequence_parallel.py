@@ -30,7 +30,7 @@ def batch(step, sequences=2):
 
 def cut(model, group):
     """Return `model`, cut by width inside its layers and by tokens outside."""
-    return tp.parallelize(model, group, edges=sp.ALONG_SEQUENCE)
+    return tp.parallelize(model, group, edges=sp.SEQUENCE_SHARDED)
 
 
 # Messages
@@ -44,7 +44,7 @@ def one_step(edges, choices, sequences=2):
     tokens, targets = batch(0, sequences)
     with count.record_traffic() as forward:
         logits = model(tokens)
-    value = tp.loss(logits, targets, group)
+    value = tp.vocab_parallel_loss(logits, targets, group)
     with count.record_traffic() as backward:
         value.backward()
     with count.record_traffic() as gradients:
@@ -63,7 +63,11 @@ def wire(sent, size):
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_collectives_and_bytes_of_a_step_are_those_predicted(size):
-    kinds = {"replicated": None, "again": sp.ALONG_SEQUENCE, "kept": sp.AlongSequence(keep=True)}
+    kinds = {
+        "replicated": None,
+        "again": sp.SEQUENCE_SHARDED,
+        "kept": sp.SequenceShardedEdges(keep_entered=True),
+    }
     models = {"gpt": {}, "llama": LLAMA}
 
     def work():
@@ -73,8 +77,14 @@ def test_collectives_and_bytes_of_a_step_are_those_predicted(size):
         sums = {}
         for (kind, model), sent in results.items():
             config = Config(**(SHAPE | models[model]))
-            predicted = sp.edges_sent(
-                config, 2, 16, size, 4, along_sequence=kind != "replicated", keep=kind == "kept"
+            predicted = sp.predict_edge_bytes(
+                config,
+                2,
+                16,
+                size,
+                4,
+                sequence_sharded=kind != "replicated",
+                keep_entered=kind == "kept",
             )
             counted = [wire(one, size) for one in sent]
             assert counted == [predicted[name] for name in ("forward", "backward", "gradients")]

@@ -50,10 +50,10 @@ def test_lessons_show_all_steps_in_order_and_describe_what_is_drawn(series: str)
 
 
 def test_what_the_sentences_of_1f1b_say() -> None:
-    whole = pipeline.simulate(pipeline.schedule("1f1b", 4, 6))
-    assert (whole.cost, set(whole.busy)) == (27, {18})
+    whole = pipeline.simulate(pipeline.make_schedule("1f1b", 4, 6))
+    assert (whole.step_time, set(whole.busy_times)) == (27, {18})
     assert whole.bubble == pytest.approx(3 / 9)
-    gpipe = pipeline.simulate(pipeline.schedule("gpipe", 4, 6))
+    gpipe = pipeline.simulate(pipeline.make_schedule("gpipe", 4, 6))
     assert gpipe.bubble == pytest.approx(whole.bubble)
     assert whole.peak_activations == (4, 3, 2, 1)
     # From 10 to 18 no stage idles.
@@ -64,7 +64,7 @@ def test_what_the_sentences_of_1f1b_say() -> None:
 
 def test_what_the_sentences_of_the_zig_zag_say() -> None:
     tokens = 2**14  # so many that half a square plus half its diagonal rounds to half a square
-    turns = context_parallel.score_turns("zigzag", 8 * tokens, 4)
+    turns = context_parallel.count_pairs_by_turn("zigzag", 8 * tokens, 4)
     squares = [[pairs / tokens**2 for pairs in rank] for rank in turns]
     assert squares == [pytest.approx([2] * 4, rel=1e-3)] * 4
 

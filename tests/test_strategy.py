@@ -93,10 +93,12 @@ def test_traffic_of_zero_is_that_of_the_module() -> None:
 def test_tensor_seconds_are_the_bytes_that_tensor_parallelism_counts() -> None:
     config, layout = PRESETS["micro"], Layout(tp=4, micro_batch=2, microbatches=3)
     found = strategy.compute_floor(config, A100, layout).tensor
-    sent = tensor_parallel.predicted_sent(config, 4, 2, config.seq, itemsize=2)
+    sent = tensor_parallel.predict_sent_bytes(config, 4, 2, config.seq, itemsize=2)
     sent = (sent["forward"] + sent["backward"]) * 2 * config.layers / (2 * config.layers + 1)
-    assert found * A100.node_bandwidth == pytest.approx(3 * tensor_parallel.on_wire(sent, 4))
-    edges = sequence_parallel.edges_sent(config, 2, config.seq, 4, itemsize=2, keep=True)
+    assert found * A100.node_bandwidth == pytest.approx(3 * tensor_parallel.bytes_on_wire(sent, 4))
+    edges = sequence_parallel.predict_edge_bytes(
+        config, 2, config.seq, 4, itemsize=2, keep_entered=True
+    )
     blocks = (edges["forward"] + edges["backward"]) * 2 * config.layers / (2 * config.layers + 1)
     assert found * A100.node_bandwidth == pytest.approx(3 * blocks)
 
@@ -107,7 +109,7 @@ def test_the_bubble_is_that_of_the_simulated_schedule(p: int, m: int, chunks: in
     name = "1f1b" if chunks == 1 else "interleaved"
     layout = Layout(pp=p, microbatches=m, schedule=name, chunks=chunks)
     found = strategy.compute_floor(config, A100, layout)
-    timeline = pipeline.simulate(pipeline.schedule(name, p, m, chunks))
+    timeline = pipeline.simulate(pipeline.make_schedule(name, p, m, chunks))
     share = found.bubble / (found.arithmetic + found.bubble)
     assert share == pytest.approx(timeline.bubble)
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardlab import tensor_parallel as tp
 from shardlab.gpt.model import GPT, Config, loss
 from shardlab.measure import count
-from shardlab.tensor_parallel.overlap import columns
+from shardlab.tensor_parallel.overlap import apply_columns
 
 GPT2 = Config(vocab=32, seq=6, layers=2, heads=4, hidden=32)
 LLAMA = Config(
@@ -55,7 +55,7 @@ def losses():
         logits = [whole.clone().requires_grad_(), own(whole, -1, group).clone().requires_grad_()]
         wanted = loss(logits[0], targets, reduction)
         with count.record_traffic() as sent:
-            found = tp.loss(logits[1], targets, group, reduction)
+            found = tp.vocab_parallel_loss(logits[1], targets, group, reduction)
         with count.record_traffic() as backward:
             (2 * found).backward(), (2 * wanted).backward()
         assert not backward.calls
@@ -85,7 +85,7 @@ def counted(config):
     with count.record_traffic() as forward:
         logits = model(tokens[0])
     with count.record_traffic() as of_loss:
-        value = tp.loss(logits, tokens[1], world())
+        value = tp.vocab_parallel_loss(logits, tokens[1], world())
     with count.record_traffic() as backward:
         value.backward()
     with count.record_traffic() as clipped:
@@ -99,9 +99,9 @@ def counted(config):
     states = count.measure_state_bytes(model, optimizer)
     del states["counters"]
     predicted = (
-        tp.predicted_calls(config, t),
-        tp.predicted_sent(config, t, 2, config.seq),
-        tp.predicted_states(config, t),
+        tp.predict_calls(config, t),
+        tp.predict_sent_bytes(config, t, 2, config.seq),
+        tp.predict_state_bytes(config, t),
     )
     return (calls, payload, states), predicted
 
@@ -119,10 +119,10 @@ def test_all_reduces_bytes_and_states_are_as_predicted(size):
     for results in run(lambda: [counted(config) for config in configs], size):
         for config, (found, predicted) in zip(configs, results, strict=True):
             assert found == predicted, config
-    few, many = (tp.predicted_calls(replace(GPT2, layers=n), size) for n in (1, 4))
+    few, many = (tp.predict_calls(replace(GPT2, layers=n), size) for n in (1, 4))
     more = 3 * 2 if size > 1 else 0  # two all-reduces in each block, and two more in backward
     assert {n: many[n] - few[n] for n in few} == {"forward": more, "loss": 0, "backward": more}
-    assert tp.on_wire(1000, 4) == 1500 and tp.on_wire(1000, 1) == 0
+    assert tp.bytes_on_wire(1000, 4) == 1500 and tp.bytes_on_wire(1000, 1) == 0
 
 
 class Order(TorchDispatchMode):
@@ -143,7 +143,7 @@ def overlapped():
     x = here(torch.randn(2, 3, 8)).requires_grad_()
     weights = [here(torch.randn(n, 8)).requires_grad_() for n in (4, 2, 2)]
     biases = [here(torch.randn(4)).requires_grad_(), None, None]
-    loss = sum(y.square().sum() for y in columns(x, weights, biases, world(), tp.REPLICATED))
+    loss = sum(y.square().sum() for y in apply_columns(x, weights, biases, world(), tp.REPLICATED))
     plain = dist.all_reduce
     with Order() as order:
 
@@ -200,7 +200,7 @@ def states_there_and_back():
         assert (empty.head.weight is empty.embedding.weight) == config.tied
         # Its shards take a t-th of the bytes: no view keeps an unsharded matrix alive.
         held = count.sum_bytes(empty.parameters())
-        assert held == 2 * tp.predicted_states(config, size)["parameters"]
+        assert held == 2 * tp.predict_state_bytes(config, size)["parameters"]
         assert held == count.sum_bytes(model.parameters())
     return True
 
@@ -216,7 +216,7 @@ def initialized(config):
     assert all(p.is_meta for p in model.parameters())
     torch.manual_seed(3)
     with count.track_memory() as held, count.record_traffic() as sent:
-        tp.initialize(model, device="cpu")
+        tp.initialize_shards(model, device="cpu")
     state = random_state()
     torch.manual_seed(3)
     plain = GPT(config)
@@ -244,7 +244,7 @@ def dropped():
             getattr(attention, name).weight.zero_()
             getattr(attention, name).bias.fill_(1.0)
         attention.out.weight.copy_(torch.eye(32)[:, : attention.out.weight.shape[1]])
-        attention.out.leave = lambda y, group: y
+        attention.out.leave_region = lambda y, group: y
         torch.manual_seed(7)
         return attention(here(torch.ones(1, 6, 32)).double()), random_state()
 

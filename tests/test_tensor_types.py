@@ -13,28 +13,28 @@ from shardlab import ranks
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp_
 from shardlab import tensor_types as tt
-from shardlab.tensor_types import programs
-from shardlab.tensor_types.adjoint import disproof
+from shardlab.tensor_types import random_programs
+from shardlab.tensor_types.adjoint import find_contradictions
 
 
 def world():
     return dist.group.WORLD
 
 
-def grown(*shape, **words):
+def make_parameter(*shape, **types):
     """Return random numbers that are trained, with their types."""
-    return tt.declare(torch.randn(*shape).requires_grad_(), **words)
+    return tt.declare_types(torch.randn(*shape).requires_grad_(), **types)
 
 
 def refused(step, **degrees):
     """Return the checker's message for a step that it must refuse."""
-    verdict = tt.check(step, **(degrees or {"tp": 2}))
+    verdict = tt.check_step(step, **(degrees or {"tp": 2}))
     assert not verdict, f"{step.__name__} passes"
     return verdict.message
 
 
 def passes(step, **degrees):
-    verdict = tt.check(step, **(degrees or {"tp": 2}))
+    verdict = tt.check_step(step, **(degrees or {"tp": 2}))
     assert verdict, verdict
     return verdict
 
@@ -43,15 +43,17 @@ def passes(step, **degrees):
 
 
 def judged(chosen):
-    return [programs.wrong_gradients(p, s, world(), OPERATORS) for s, p in enumerate(chosen)]
+    return [
+        random_programs.find_wrong_gradients(p, s, world(), OPERATORS) for s, p in enumerate(chosen)
+    ]
 
 
 def refusals(chosen):
-    return [programs.refusal(p, world(), OPERATORS) for p in chosen]
+    return [random_programs.find_type_error(p, world(), OPERATORS) for p in chosen]
 
 
 def sound(number, seed):
-    chosen = programs.draw(number, seed)
+    chosen = random_programs.draw_programs(number, seed)
     said = ranks.run_with_fake_group(refusals, 2, chosen)
     wrong = ranks.run(judged, 2, chosen, timeout=400, show=False)
     assert wrong[0] == wrong[1]
@@ -86,28 +88,30 @@ EDGES = {
     "reduce_from": (tp_.reduce_from, "P -> I", -1),
     "gather_last": (tp_.gather_last, "V -> I", -1),
     "split_last": (tp_.split_last, "I -> V", -1),
-    "enter": (sp.ALONG_SEQUENCE.enter, "V -> R", 1),
-    "leave": (sp.ALONG_SEQUENCE.leave, "P -> V", 1),
+    "enter": (sp.SEQUENCE_SHARDED.enter_region, "V -> R", 1),
+    "leave": (sp.SEQUENCE_SHARDED.leave_region, "P -> V", 1),
 }
 
 
-def all_words():
+def all_signatures():
     found = {}
     for name, (operator, _, dimension) in EDGES.items():
-        pairs = [f"{src} -> {dst}" for src, dst in product(tt.WORDS, tt.WORDS)]
-        found[name] = [w for w in pairs if not disproof(operator, w, world(), dimension=dimension)]
+        pairs = [f"{src} -> {dst}" for src, dst in product(tt.TYPES, tt.TYPES)]
+        found[name] = [
+            w for w in pairs if not find_contradictions(operator, w, world(), dimension=dimension)
+        ]
     return found
 
 
-def test_numbers_leave_each_operator_one_pair_of_words():
-    for found in ranks.run(all_words, 2):
-        assert found == {name: [words] for name, (_, words, _) in EDGES.items()}
+def test_numbers_leave_each_operator_one_signature():
+    for found in ranks.run(all_signatures, 2):
+        assert found == {name: [signature] for name, (_, signature, _) in EDGES.items()}
 
 
 class Forgets(torch.autograd.Function):
     """Operator f whose backward forgets its all-reduce."""
 
-    words = "I -> R"
+    signature = "I -> R"
 
     @staticmethod
     def forward(ctx, x, group):
@@ -119,16 +123,16 @@ class Forgets(torch.autograd.Function):
 
 
 def wrong_operator():
-    pairs = [f"{src} -> {dst}" for src, dst in product(tt.WORDS, tt.WORDS)]
-    fits = [w for w in pairs if not disproof(Forgets.apply, w, world())]
-    return fits, disproof(Forgets.apply, "I -> R", world())
+    pairs = [f"{src} -> {dst}" for src, dst in product(tt.TYPES, tt.TYPES)]
+    fits = [w for w in pairs if not find_contradictions(Forgets.apply, w, world())]
+    return fits, find_contradictions(Forgets.apply, "I -> R", world())
 
 
 def test_numbers_find_a_backward_that_does_not_fit():
     fits, why = ranks.run(wrong_operator, 2)[0]
     # Without its all-reduce f is the identity, for any type.
     assert fits == ["I -> I", "R -> R", "V -> V", "P -> P"]
-    assert any("dx differs from rank to rank" in line for line in why)
+    assert any("dx differs between ranks" in line for line in why)
 
 
 # The table of allowed combinations.
@@ -142,14 +146,14 @@ TABLE = [  # types, operation, result; None: refused
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "how", "wanted"), TABLE)
-def test_what_goes_with_what(words, how, wanted):
-    fixed = [False] * len(words)
+@pytest.mark.parametrize(("types", "kind", "wanted"), TABLE)
+def test_which_types_are_combined(types, kind, wanted):
+    fixed = [False] * len(types)
     if wanted is None:
-        with pytest.raises(tt.Mismatch):
-            tt.combined(list(words), fixed, how)
+        with pytest.raises(tt.TypeMismatch):
+            tt.combine_types(list(types), fixed, kind)
     else:
-        assert tt.combined(list(words), fixed, how) == wanted
+        assert tt.combine_types(list(types), fixed, kind) == wanted
 
 
 # The checker: forward.
@@ -157,8 +161,12 @@ def test_what_goes_with_what(words, how, wanted):
 
 def forward(enter, leave, bias="behind"):
     def step(tp):
-        x, up, down = grown(2, 8, tp="I"), grown(8, 8, tp="V"), grown(8, 8, tp="V")
-        b = grown(8, tp="I")
+        x, up, down = (
+            make_parameter(2, 8, tp="I"),
+            make_parameter(8, 8, tp="V"),
+            make_parameter(8, 8, tp="V"),
+        )
+        b = make_parameter(8, tp="I")
         y = F.linear(F.gelu(F.linear(enter(x, tp), up)), down, b if bias == "inside" else None)
         y = leave(y, tp)
         (y + b if bias == "behind" else y).sum().backward()
@@ -187,11 +195,15 @@ def gathered(x, group):
 
 
 MISTAKES = {
-    "f forgotten": (forward(nothing, tp_.reduce_from), "linear(", "copy_to (I -> R) in front"),
-    "f twice": (forward(twice(tp_.copy_to), tp_.reduce_from), "given R", "it is R already"),
-    "g twice": (forward(tp_.copy_to, twice(tp_.reduce_from)), "given I", "all ranks have it"),
-    "bias in each": (forward(tp_.copy_to, tp_.reduce_from, "inside"), "linear(", "behind the sum"),
-    "raw sum in front": (forward(raw, tp_.reduce_from), "all_reduce(", "leave it out"),
+    "f forgotten": (forward(nothing, tp_.reduce_from), "linear(", "apply copy_to (I -> R)"),
+    "f twice": (forward(twice(tp_.copy_to), tp_.reduce_from), "but its input is R", "is R already"),
+    "g twice": (
+        forward(tp_.copy_to, twice(tp_.reduce_from)),
+        "but its input is I",
+        "all ranks have the tensor",
+    ),
+    "bias in each": (forward(tp_.copy_to, tp_.reduce_from, "inside"), "linear(", "after the sum"),
+    "raw sum in front": (forward(raw, tp_.reduce_from), "all_reduce(", "remove this sum"),
     "raw gather": (forward(gathered, tp_.reduce_from), "the gradient ends here", ""),
 }
 
@@ -205,7 +217,8 @@ def test_a_mistake_in_forward_is_refused_with_what_would_be_right(name):
 
 def test_the_right_network_passes_also_with_a_plain_sum_behind():
     verdict = passes(forward(tp_.copy_to, tp_.reduce_from))
-    assert (verdict.backwards, verdict.sent) == (1, 2) and verdict.judged > 5
+    assert (verdict.num_backwards, verdict.num_communicating) == (1, 2)
+    assert verdict.num_checked > 5
     passes(forward(tp_.copy_to, raw))  # backward has no all-reduce there
 
 
@@ -216,20 +229,20 @@ class Silent(torch.autograd.Function):
     backward = staticmethod(lambda ctx, dx: (dx, None))
 
 
-def test_a_function_whose_words_nobody_sees_is_refused():
+def test_a_function_without_a_signature_is_refused():
     def step(tp):
-        (Silent.apply(grown(2, tp="P"), tp) * 2.0).sum().backward()
+        (Silent.apply(make_parameter(2, tp="P"), tp) * 2.0).sum().backward()
 
     assert "an autograd Function that is no Operator" in refused(step)
 
 
 def test_addends_go_through_what_is_linear():
     def linear(tp):
-        p, r = grown(4, 4, tp="P"), grown(4, 4, tp="R")
+        p, r = make_parameter(4, 4, tp="P"), make_parameter(4, 4, tp="R")
         y = (p * 2 + p / 3 - p) * r @ r
         y = torch.cat([y.mean(0, keepdim=True), -y[:1], F.linear(p, r)[:1]]).sum()
         y.backward()
-        assert tt.type_of(p.grad) == {"tp": "R"} and tt.type_of(r.grad) == {"tp": "P"}
+        assert tt.get_types(p.grad) == {"tp": "R"} and tt.get_types(r.grad) == {"tp": "P"}
 
     passes(linear)
     for wrong in (
@@ -239,20 +252,20 @@ def test_addends_go_through_what_is_linear():
     ):  # fmt: skip
 
         def step(tp, wrong=wrong):
-            wrong(grown(4, 4, tp="P"), grown(4, 4, tp="R"))
+            wrong(make_parameter(4, 4, tp="P"), make_parameter(4, 4, tp="R"))
 
-        assert "an addend of a sum that nobody has made yet" in refused(step)
+        assert "P is a summand of a sum not made yet" in refused(step)
 
 
 def test_tensors_that_nobody_declared_are_named():
     def masked(tp):
-        x = grown(4, tp="I")
+        x = make_parameter(4, tp="I")
         (x * (torch.rand(4) > 0.5)).sum().backward()
 
-    assert "its argument 2 has no type" in refused(masked)
+    assert "argument 2 has no declared type" in refused(masked)
 
     def with_ones(tp):
-        x = grown(4, tp="I")
+        x = make_parameter(4, tp="I")
         (x * torch.ones(4) + torch.arange(4)).sum().backward()  # the same on all ranks
 
     passes(with_ones)
@@ -262,16 +275,19 @@ def test_tensors_that_nobody_declared_are_named():
 
 
 def test_a_loss_is_one_of_all_ranks_or_an_addend():
-    for word, right in (("V", "declare(loss, dp='P')"), ("R", "a loss that is I")):
+    for type_, right in (
+        ("V", "declare_types(loss, dp='P')"),
+        ("R", "the loss is R: must be I or P"),
+    ):
 
-        def step(dp, word=word):
-            grown(3, dp=word).sum().backward()
+        def step(dp, type_=type_):
+            make_parameter(3, dp=type_).sum().backward()
 
         assert right in refused(step, dp=2)
-    for word in "IP":
+    for type_ in "IP":
 
-        def step(dp, word=word):
-            grown(3, dp=word).sum().backward()
+        def step(dp, type_=type_):
+            make_parameter(3, dp=type_).sum().backward()
 
         passes(step, dp=2)
 
@@ -282,10 +298,10 @@ def trained(after):
     def step(dp):
         model = nn.Linear(4, 4)
         tt.declare_parameters(model, dp="R")
-        x = tt.declare(torch.randn(2, 4), dp="V")
+        x = tt.declare_types(torch.randn(2, 4), dp="V")
 
         def backward():
-            tt.declare(model(x).square().mean(), dp="P").backward()
+            tt.declare_types(model(x).square().mean(), dp="P").backward()
 
         backward()
         after(model, dp, backward)
@@ -308,26 +324,26 @@ def then_more(model, group, backward):
 
 def test_the_step_takes_gradients_that_are_added_up_once():
     passes(trained(reduced), dp=2)
-    for after, words in (
-        (lambda *_: None, "P meets R"),
-        (then_more, "zero_grad, or one exchange"),
+    for after, message in (
+        (lambda *_: None, "P is combined with R"),
+        (then_more, "zero_grad, or reduce once"),
     ):
-        assert words in refused(trained(after), dp=2)
+        assert message in refused(trained(after), dp=2)
 
 
 def test_axes_are_judged_each_for_itself_and_an_axis_of_one_rank_is_not():
     def step(dp, tp):
-        x, w = grown(2, 4, dp="V", tp="I"), grown(4, 4, dp="R", tp="V")
+        x, w = make_parameter(2, 4, dp="V", tp="I"), make_parameter(4, 4, dp="R", tp="V")
         y = tp_.reduce_from(F.linear(tp_.copy_to(x, tp), w), tp)
-        assert tt.type_of(y) == {"dp": "V", "tp": "I"}
-        tt.declare(y.sum(), dp="P").backward()
-        assert tt.type_of(w.grad) == {"dp": "P", "tp": "V"}
+        assert tt.get_types(y) == {"dp": "V", "tp": "I"}
+        tt.declare_types(y.sum(), dp="P").backward()
+        assert tt.get_types(w.grad) == {"dp": "P", "tp": "V"}
 
     passes(step, dp=2, tp=4)
 
     def alone():
-        with tt.checking(tp=world()):
-            F.linear(grown(2, 4, tp="I"), grown(4, 4, tp="V")).sum().backward()
+        with tt.check_types(tp=world()):
+            F.linear(make_parameter(2, 4, tp="I"), make_parameter(4, 4, tp="V")).sum().backward()
 
     ranks.run(alone, 1)
 
@@ -335,10 +351,10 @@ def test_axes_are_judged_each_for_itself_and_an_axis_of_one_rank_is_not():
 def test_real_ranks_say_the_same():
     def step():
         try:
-            with tt.checking(tp=world()):
-                F.linear(grown(2, 4, tp="I"), grown(4, 4, tp="V"))
-        except tt.Mismatch as error:
+            with tt.check_types(tp=world()):
+                F.linear(make_parameter(2, 4, tp="I"), make_parameter(4, 4, tp="V"))
+        except tt.TypeMismatch as error:
             return str(error)
 
     one, two = ranks.run(step, 2)
-    assert one == two and "I meets V" in one
+    assert one == two and "I is combined with V" in one

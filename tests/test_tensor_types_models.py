@@ -27,8 +27,8 @@ LATENT = replace(LLAMA, kv_heads=None, head=8, latent=16, query_latent=20, rotar
 BY_LAYER = tp_.Edges(tp_.copy_to, tp_.reduce_from)
 
 
-def batch(**words):
-    return [tt.declare(torch.randint(0, 64, (2, 16)), **words) for _ in range(2)]
+def batch(**types):
+    return [tt.declare_types(torch.randint(0, 64, (2, 16)), **types) for _ in range(2)]
 
 
 def stepped(model):
@@ -43,14 +43,14 @@ def nothing(x, group):
 
 
 def step(
-    dp, tp, config=GPT2, edges=tp_.REPLICATED, words=tp_.words, prepare=None, logits=nothing,
-    loss=tp_.loss, finish=None, tokens="R", after=None,
+    dp, tp, config=GPT2, edges=tp_.REPLICATED, types=tp_.get_parameter_types, prepare=None,
+    logits=nothing, loss=tp_.vocab_parallel_loss, finish=None, tokens="R", after=None,
 ):  # fmt: skip
     """Run a step on copies of a cut model, as lessons do; every argument can be a mistake."""
     model = tp_.parallelize(GPT(config), tp, edges)
     if prepare:
         prepare(model, tp)
-    tt.declare_parameters(model, dp="R", tp=words(model))
+    tt.declare_parameters(model, dp="R", tp=types(model))
     x, y = batch(dp="V", tp=tokens)
     (finish or addend)(loss(logits(model(x), tp), y, tp), dp, tp).backward()
     (after or update)(model, dp, tp)
@@ -58,11 +58,11 @@ def step(
 
 
 def addend(value, dp, tp):
-    return tt.declare(value, dp="P")  # a share of the joint loss
+    return tt.declare_types(value, dp="P")  # a share of the joint loss
 
 
 def update(model, dp, tp, sums=None, times=1, group=None, clip=tp_.clip_grad_norm_):
-    sums = (model.edges.uncut == "R") if sums is None else sums
+    sums = (model.edges.uncut_type == "R") if sums is None else sums
     for _ in range(sums):
         sp.sum_gradients(model, tp)
     for _ in range(times):
@@ -71,7 +71,7 @@ def update(model, dp, tp, sums=None, times=1, group=None, clip=tp_.clip_grad_nor
 
 
 def check(**options):
-    return tt.check(partial(step, **options), dp=2, tp=2)
+    return tt.check_step(partial(step, **options), dp=2, tp=2)
 
 
 def recomputed(model, _):
@@ -84,10 +84,10 @@ MODELS = {
     "gpt2, tied": {"config": replace(GPT2, tied=True)},
     "layer by layer": {"edges": BY_LAYER},
     "heads copied, with norms": {"config": QWEN},
-    "heads copied, along the sequence": {"config": QWEN, "edges": sp.ALONG_SEQUENCE},
-    "latents, along the sequence": {"config": LATENT, "edges": sp.ALONG_SEQUENCE},
-    "along the sequence, llama": {"edges": sp.ALONG_SEQUENCE, "config": LLAMA},
-    "along the sequence, kept": {"edges": sp.AlongSequence(keep=True)},
+    "heads copied, along the sequence": {"config": QWEN, "edges": sp.SEQUENCE_SHARDED},
+    "latents, along the sequence": {"config": LATENT, "edges": sp.SEQUENCE_SHARDED},
+    "along the sequence, llama": {"edges": sp.SEQUENCE_SHARDED, "config": LLAMA},
+    "along the sequence, kept": {"edges": sp.SequenceShardedEdges(keep_entered=True)},
     "recomputed": {"prepare": recomputed},
     "logits gathered": {
         "logits": tp_.gather_last,
@@ -100,22 +100,23 @@ MODELS = {
 def test_tensor_parallel_models_pass_with_backward_clipping_and_step(name):
     verdict = check(**MODELS[name])
     assert verdict, verdict
-    assert verdict.backwards == 1 and verdict.sent > 10
+    assert verdict.num_backwards == 1 and verdict.num_communicating > 10
 
 
 @pytest.mark.parametrize(("attention", "layout"), [("ring", "zigzag"), ("ulysses", "contiguous")])
 def test_context_parallel_models_pass(attention, layout):
     def distributed(cp):
-        model = cp_.distribute(GPT(replace(GPT2, tied=True)), cp, attention, layout)
+        model = cp_.distribute_model(GPT(replace(GPT2, tied=True)), cp, attention, layout)
         tt.declare_parameters(model, cp="R")
         x, y = [
-            tt.declare(cp_.shard(z, cp, layout), cp="V") for z in torch.randint(0, 64, (2, 2, 16))
+            tt.declare_types(cp_.shard_tokens(z, cp, layout), cp="V")
+            for z in torch.randint(0, 64, (2, 2, 16))
         ]
-        tt.declare(loss(model(x), y), cp="P").backward()
+        tt.declare_types(loss(model(x), y), cp="P").backward()
         cp_.average_gradients(model, cp)
         stepped(model)
 
-    verdict = tt.check(distributed, cp=2)
+    verdict = tt.check_step(distributed, cp=2)
     assert verdict, verdict
 
 
@@ -127,18 +128,18 @@ def wrapped(kind):
     )  # fmt: skip
     inner = model.module
     tokens = [x.to(ranks.device()) for x in torch.randint(0, 64, (2, 2, 16))]
-    with tt.checking(dp=group) as mode:
+    with tt.check_types(dp=group) as mode:
         tt.declare_parameters(inner, dp="R")
-        x, y = [tt.declare(z, dp="V") for z in tokens]
-        tt.declare(loss(model(x), y), dp="P").backward()
+        x, y = [tt.declare_types(z, dp="V") for z in tokens]
+        tt.declare_types(loss(model(x), y), dp="P").backward()
         for parameter in model.parameters():
             if "Zero" in kind:  # a piece, which only one rank has
-                tt.believe(parameter, dp="V")
+                tt.override_types(parameter, dp="V")
             if parameter.grad is not None:
-                tt.believe(parameter.grad, dp="V" if "Zero" in kind else "R")
+                tt.override_types(parameter.grad, dp="V" if "Zero" in kind else "R")
                 with torch.no_grad():
                     parameter -= 0.1 * parameter.grad
-    return mode.backwards
+    return mode.num_backwards
 
 
 def test_wrappers_of_data_parallelism_pass():
@@ -180,7 +181,7 @@ def bias_in_each_rank(model, _):
         if isinstance(module, tp_.RowLinear):
 
             def forward(x, m=module):
-                return m.leave(nn.functional.linear(x, m.weight, m.bias), m.group)
+                return m.leave_region(nn.functional.linear(x, m.weight, m.bias), m.group)
 
             module.forward = forward
 
@@ -201,7 +202,7 @@ def positions_outside(model, _):
 
 
 def invariant(model):
-    return {name: "I" if word == "R" else word for name, word in tp_.words(model).items()}
+    return {name: "I" if t == "R" else t for name, t in tp_.get_parameter_types(model).items()}
 
 
 def slice_of_gradient(x, group):
@@ -211,49 +212,52 @@ def slice_of_gradient(x, group):
 
 def gathered_for_all(x, group):
     """Gather along the last dimension like a sequence: all-gather in forward, sum in backward."""
-    return sp.ALONG_SEQUENCE.enter(x.transpose(1, 2), group).transpose(1, 2)
+    return sp.SEQUENCE_SHARDED.enter_region(x.transpose(1, 2), group).transpose(1, 2)
 
 
-ALONG = {"edges": sp.ALONG_SEQUENCE}
-MISTAKES = {  # name -> options, words of the message
+ALONG = {"edges": sp.SEQUENCE_SHARDED}
+MISTAKES = {  # name -> options, part of the message
     "f forgotten": ({"edges": tp_.Edges(nothing, tp_.reduce_from)}, "linear("),
-    "g forgotten": ({"edges": tp_.Edges(tp_.copy_to, nothing)}, "I meets V"),
-    "f and g exchanged": ({"edges": tp_.Edges(tp_.reduce_from, tp_.copy_to)}, "it makes"),
+    "g forgotten": ({"edges": tp_.Edges(tp_.copy_to, nothing)}, "I is combined with V"),
+    "f and g exchanged": ({"edges": tp_.Edges(tp_.reduce_from, tp_.copy_to)}, "the operator is"),
     "bias in each rank": ({"prepare": bias_in_each_rank, "edges": BY_LAYER}, "out.bias dp:R tp:I"),
     "norms of heads left outside": ({"config": QWEN, "prepare": norms_outside}, "query_norm"),
-    "positions left outside": ({"config": LATENT, "prepare": positions_outside}, "I meets V"),
-    "norms said to be I": (ALONG | {"words": invariant}, "attention_norm.weight dp:R tp:I"),
+    "positions left outside": ({"config": LATENT, "prepare": positions_outside}, "combined with V"),
+    "norms said to be I": (ALONG | {"types": invariant}, "attention_norm.weight dp:R tp:I"),
     "norms not summed": (ALONG | {"after": partial(update, sums=0)}, "dp:R tp:P"),
-    "norms summed twice": (ALONG | {"after": partial(update, sums=2)}, "it makes P -> R"),
-    "summed without a cut stream": ({"after": partial(update, sums=1)}, "and is given I"),
+    "norms summed twice": (ALONG | {"after": partial(update, sums=2)}, "the operator is P -> R"),
+    "summed without a cut stream": ({"after": partial(update, sums=1)}, "but its input is I"),
     "gathered, then all-reduced": (
-        {"edges": tp_.Edges(sp.ALONG_SEQUENCE.enter, tp_.reduce_from_)}, "given I",
+        {"edges": tp_.Edges(sp.SEQUENCE_SHARDED.enter_region, tp_.reduce_from_)}, "its input is I",
     ),
-    "not gathered": ({"edges": tp_.Edges(tp_.copy_to, sp.ALONG_SEQUENCE.leave)}, "I meets V"),
+    "not gathered": (
+        {"edges": tp_.Edges(tp_.copy_to, sp.SEQUENCE_SHARDED.leave_region)}, "I is combined with V",
+    ),
     "slice in backward": (
-        {"edges": tp_.Edges(slice_of_gradient, sp.ALONG_SEQUENCE.leave, uncut="R")}, "I meets V",
+        {"edges": tp_.Edges(slice_of_gradient, sp.SEQUENCE_SHARDED.leave_region, uncut_type="R")},
+        "I is combined with V",
     ),
     "loss of gathered logits": ({"logits": tp_.gather_last}, "split_last (I -> V) first"),
     "gathered logits that add up in backward": (
-        {"logits": gathered_for_all, "loss": lambda x, y, _: loss(x, y)}, "a loss that is R",
+        {"logits": gathered_for_all, "loss": lambda x, y, _: loss(x, y)}, "the loss is R",
     ),
-    "plain loss of a part": ({"loss": lambda x, y, _: loss(x, y % 32)}, "a loss that is V"),
+    "plain loss of a part": ({"loss": lambda x, y, _: loss(x, y % 32)}, "the loss is V"),
     "loss added up over tp": ({"finish": summed("tp")}, "all_reduce("),
-    "local loss": ({"finish": lambda value, dp, tp: value}, "a loss that is V"),
-    "not reduced": ({"after": partial(update, times=0)}, "an addend of a sum"),
-    "reduced twice": ({"after": partial(update, times=2)}, "given R"),
+    "local loss": ({"finish": lambda value, dp, tp: value}, "the loss is V"),
+    "not reduced": ({"after": partial(update, times=0)}, "P is a summand"),
+    "reduced twice": ({"after": partial(update, times=2)}, "but its input is R"),
     "another batch on each tp rank": ({"tokens": "V"}, "give all ranks of this axis the same"),
     "clipped by the rank's own norm": ({"after": partial(update, clip=clip_by_rank)}, "in place"),
     "clipped before the exchange": ({"after": clip_first}, "vector_norm("),
-    "a hook that averages parameters": ({"after": hook_on_parameter}, "given R"),
+    "a hook that averages parameters": ({"after": hook_on_parameter}, "but its input is R"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_of_the_lessons_are_found(name):
-    options, words = MISTAKES[name]
+    options, message = MISTAKES[name]
     verdict = check(**options)
-    assert not verdict and words in verdict.message, verdict
+    assert not verdict and message in verdict.message, verdict
 
 
 def test_a_group_that_is_no_axis_is_named():
@@ -261,6 +265,6 @@ def test_a_group_that_is_no_axis_is_named():
         update(model, dp, tp, group=dist.group.WORLD)
 
     verdict = check(after=over_the_world)
-    assert not verdict and "its group of 4 ranks is none of the axes" in verdict.message
+    assert not verdict and "its group of 4 ranks is not an axis" in verdict.message
     verdict = check(after=lambda model, dp, tp: update(model, dp, tp, group=tp))
-    assert not verdict and "is given I" in verdict.message
+    assert not verdict and "its input is I" in verdict.message

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from tensor_programs import OPERATORS
 
 from shardlab import ranks
-from shardlab.sequence_parallel.core import _Enter, _Leave
+from shardlab.sequence_parallel.core import _GatherSequence, _ReduceScatterSequence
 from shardlab.tensor_parallel.core import _CopyTo, _ReduceFrom
 from shardlab.tensor_parallel.gather import _GatherLast, _SplitLast
-from shardlab.tensor_types import library, programs
+from shardlab.tensor_types import random_programs, spmd_rules
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("spmd_types") is None, reason="spmd_types is not installed"
@@ -22,25 +22,30 @@ def both(chosen):
     warnings.filterwarnings("ignore", category=FutureWarning)  # about names of torch's collectives
     group = dist.group.WORLD
     for operator in (_CopyTo, _ReduceFrom, _GatherLast, _SplitLast):
-        library.attach(operator)
-    for operator in (_Enter, _Leave):
-        library.attach(operator, dimension=1)
+        spmd_rules.attach_rule(operator)
+    for operator in (_GatherSequence, _ReduceScatterSequence):
+        spmd_rules.attach_rule(operator, dimension=1)
 
     def made():
-        given = programs.parameters(0, group)
-        return {n: library.declare(x, group=programs.PARAMETERS[n]) for n, x in given.items()}
+        given = random_programs.make_parameters(0, group)
+        return {
+            n: spmd_rules.declare_types(x, group=random_programs.PARAMETER_TYPES[n])
+            for n, x in given.items()
+        }
 
     def theirs(program):
         def step(given):
-            programs.run(program, given, group, OPERATORS, lambda y: library.declare(y, group="P"))
+            random_programs.run_program(
+                program, given, group, OPERATORS, lambda y: spmd_rules.declare_types(y, group="P")
+            )
 
-        return library.verdict(step, made, {"group": group})
+        return spmd_rules.find_error(step, made, {"group": group})
 
-    return [(programs.refusal(p, group, OPERATORS), theirs(p)) for p in chosen]
+    return [(random_programs.find_type_error(p, group, OPERATORS), theirs(p)) for p in chosen]
 
 
 def test_both_say_the_same_of_500_random_programs():
-    chosen = programs.draw(500, seed=2)
+    chosen = random_programs.draw_programs(500, seed=2)
     said = ranks.run_with_fake_group(both, 2, chosen)
     differ = [
         p for p, (ours, theirs) in zip(chosen, said, strict=True) if bool(ours) != bool(theirs)

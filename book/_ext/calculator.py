@@ -93,7 +93,7 @@ CALCULATORS = {
     "schedule": (
         "Who works when in a pipeline",
         (
-            Field("name", "schedule", "", pipeline.NAMES),
+            Field("name", "schedule", "", pipeline.SCHEDULE_NAMES),
             Field("stages", "stages"),
             Field("microbatches", "micro-batches"),
             Field("chunks", "parts on each stage (interleaved only)"),

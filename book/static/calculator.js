@@ -31,7 +31,7 @@
     }
   };
 
-  // A row for each stage, a box for each pass, as `shardlab.pipeline.draw` has them: the corners
+  // A row for each stage, a box for each pass, as `shardlab.pipeline.draw_timelines` has them: the corners
   // of a backward are cut at the left, a backward of weights is low, a whole one has it as its foot.
   const TALL = 26, STEP = 31, LEFT = 58, CUT = 4, LOW = 0.66, MOST = 5000;
   const WORDS = { F: "forward", B: "backward", I: "backward of the input", W: "backward of the weights" };

@@ -50,24 +50,24 @@ SMALL = Config(seq=64, layers=2, heads=4, hidden=64)
 LLAMA = PRESETS["llama-3-8b"]
 
 
-def plain(dtype=None):
+def build_model(dtype=None):
     """The same GPT at every call."""
     torch.manual_seed(0)
     return GPT(SMALL).to(ranks.device(), dtype)
 
 
-def batch(step=0, size=2):
+def make_batch(step=0, size=2):
     """The same windows of text on every rank: tokens, targets: [size, 64]."""
     tokens, targets = text.get_batch(SMALL.seq, size, start=step * size)
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 
-def gap(a, b):
+def max_difference(a, b):
     """The largest difference between two tensors."""
     return (a - b).abs().max().item()
 
 
-def qkv(layout, seq, heads=8, kv_heads=2, size=32, dtype=torch.float64):
+def draw_qkv(layout, seq, heads=8, kv_heads=2, size=32, dtype=torch.float64):
     """This rank's queries, keys and values, cut from the same everywhere: leaves."""
     generator = torch.Generator().manual_seed(0)
     full = (
@@ -77,7 +77,10 @@ def qkv(layout, seq, heads=8, kv_heads=2, size=32, dtype=torch.float64):
         for n in (heads, kv_heads, kv_heads)
     )
     N, rank = dist.get_world_size(), dist.get_rank()
-    return [cp.split(x, N, rank, layout, dim=2).clone().requires_grad_() for x in full]
+    return [
+        cp.split_seq(x, N, rank, layout, dim=2).clone().requires_grad_()
+        for x in full
+    ]
 
 
 # %% [markdown]
@@ -132,7 +135,7 @@ def attend(q, k, v):
     return scores.softmax(-1) @ v, scores.logsumexp(-1, keepdim=True)
 
 
-def pass_on(kv):
+def send_to_next(kv):
     """Hand a piece to the next rank, and get that of the rank before."""
     N, rank, coming = dist.get_world_size(), dist.get_rank(), torch.empty_like(kv)
     if rank % 2 == 0:  # even ranks send first, odd ones receive first
@@ -144,10 +147,10 @@ def pass_on(kv):
     return coming
 
 
-def ring(q, k, v):
+def attend_in_ring(q, k, v):
     (out, log_sum), kv = attend(q, k, v), torch.stack((k, v))
     for _turn in range(1, dist.get_world_size()):
-        kv = pass_on(kv)
+        kv = send_to_next(kv)
         block, block_sum = attend(q, *kv)
         both = torch.logaddexp(log_sum, block_sum)
         out = (log_sum - both).exp() * out + (block_sum - both).exp() * block
@@ -157,15 +160,17 @@ def ring(q, k, v):
 
 # %% tags=["hide-input"]
 # Holds the plain ring against one process, on 2, 3 and 4 ranks
-def ring_gap():
-    mine = [x.detach() for x in qkv("contiguous", 48, 4, 4)]
-    full = [cp.gather(x, dist.group.WORLD, "contiguous", dim=2) for x in mine]
+def compare_ring():
+    mine = [x.detach() for x in draw_qkv("contiguous", 48, 4, 4)]
+    full = [cp.gather_seq(x, dist.group.WORLD, "contiguous", dim=2) for x in mine]
     right = F.scaled_dot_product_attention(*full)
-    return gap(right.chunk(dist.get_world_size(), 2)[dist.get_rank()], ring(*mine))
+    return max_difference(
+        right.chunk(dist.get_world_size(), 2)[dist.get_rank()], attend_in_ring(*mine)
+    )
 
 
 # CPU: its attention takes float64
-gaps = {N: max(ranks.run(ring_gap, N, device="cpu")) for N in (2, 3, 4)}
+gaps = {N: max(ranks.run(compare_ring, N, device="cpu")) for N in (2, 3, 4)}
 assert max(gaps.values()) < 1e-13  # float64; a row's sum is made block by block
 print(
     *(f"{N} ranks: largest difference {each:.0e}" for N, each in gaps.items()), sep="\n"
@@ -187,25 +192,27 @@ print(
 
 # %% tags=["hide-input"]
 # Table: bytes held and the keys' gradient, plain and the module
-def both_rings(way, seq=2048):
+def compare_both_rings(way, seq=2048):
     """On a rank: most bytes held in forward, and how far the keys' gradient is off."""
-    mine = qkv("contiguous", seq, 4, 4, 16)
+    mine = draw_qkv("contiguous", seq, 4, 4, 16)
     with count.track_memory(*mine) as held:
         y = way(*mine)
     y.sum().backward()
-    full = qkv_of_one(seq)
+    full = gather_qkv(seq)
     F.scaled_dot_product_attention(*full).sum().backward()
     right = full[1].grad.chunk(dist.get_world_size(), 2)[dist.get_rank()]
-    return held.peak_bytes, gap(right, mine[1].grad) / right.abs().max().item()
+    return held.peak_bytes, max_difference(right, mine[1].grad) / right.abs().max().item()
 
 
-def qkv_of_one(seq):
+def gather_qkv(seq):
     """The whole sequence's queries, keys and values."""
-    mine, group = qkv("contiguous", seq, 4, 4, 16), dist.group.WORLD
-    return [cp.gather(x, group, "contiguous", dim=2).requires_grad_() for x in mine]
+    mine, group = draw_qkv("contiguous", seq, 4, 4, 16), dist.group.WORLD
+    return [
+        cp.gather_seq(x, group, "contiguous", dim=2).requires_grad_() for x in mine
+    ]
 
 
-def module_ring(q, k, v):
+def run_module_ring(q, k, v):
     return cp.ring_attention(
         q, k, v, dist.group.WORLD, causal=False, layout="contiguous"
     )
@@ -213,8 +220,8 @@ def module_ring(q, k, v):
 
 RINGS = {
     # CPU: its attention takes float64
-    name: ranks.run(both_rings, 4, way, device="cpu")
-    for name, way in (("plain", ring), ("module", module_ring))
+    name: ranks.run(compare_both_rings, 4, way, device="cpu")
+    for name, way in (("plain", attend_in_ring), ("module", run_module_ring))
 }
 rows = []
 for way, found in RINGS.items():
@@ -231,11 +238,11 @@ show.table(rows, head, caption="2048 tokens on 4 ranks, 4 heads of 16, float64")
 # Two blocks are merged by the same formula; the second weight, $e^{\ell_2 - \ell}$, is written as the sigmoid of $\ell_2 - \ell_1$, which it equals:
 
 # %%
-show.source(cp.merge)
+show.source(cp.merge_attention)
 
 # %% [markdown]
-# In forward, `pass_on` comes *before* the blocks and `wait` after them: messages are sent during the computation.
-# `ring.work` gives the blocks of a turn: which of the rank's queries are multiplied with which of the keys that it has, and whether a triangle of the scores is masked. Without a mask it is all queries and all keys. `block_attention` is a fused kernel that also returns the logarithms ([kernel.py](../code/shardlab/context_parallel/kernel.py)).
+# In forward, `send_kv` comes *before* the blocks and `wait` after them: messages are sent during the computation.
+# `ring.run_turn` gives the blocks of a turn: which of the rank's queries are multiplied with which of the keys that it has, and whether a triangle of the scores is masked. Without a mask it is all queries and all keys. `block_attention` is a fused kernel that also returns the logarithms ([kernel.py](../code/shardlab/context_parallel/kernel.py)).
 
 # %%
 show.source(cp.ring_attention, cp.core._RingAttention.forward)
@@ -251,7 +258,7 @@ show.source(cp.core._RingAttention.backward)
 # One pass is a batch of two messages, one sent and one received, with a buffer for what comes:
 
 # %%
-show.source(cp.core._Pass)
+show.source(cp.core._RingTransfer)
 
 # %% [markdown]
 # (context-work)=
@@ -295,23 +302,23 @@ show.source(cp.core._Pass)
 # So in every turn a rank computes half of the scores of its queries and those keys, whichever rank these are from:
 
 # %%
-show.source(cp.Block, cp.blocks)
+show.source(cp.Block, cp.list_blocks)
 
 
 # %% [markdown]
 # The next cell counts the pairs of query and key that each rank computes, and measures the processor's time for them.
 
 # %%
-def work(seq):
+def time_layouts(seq):
     """By layout: pairs of query and key in a head of this rank, and seconds."""
     found = {}
     for layout in cp.LAYOUTS:
         for _ in range(2):  # the first one warms up
-            trace, mine = [], qkv(layout, seq, dtype=torch.float32)
+            trace, mine = [], draw_qkv(layout, seq, dtype=torch.float32)
             begin = time.process_time()  # stands still while a rank waits
             cp.ring_attention(*mine, dist.group.WORLD, layout=layout, trace=trace)
             seconds = time.process_time() - begin
-        found[layout] = sum(work.block.pairs for work in trace), seconds
+        found[layout] = sum(work.block.num_pairs for work in trace), seconds
     return found
 
 
@@ -319,13 +326,13 @@ N, seq = 4, 8192
 
 # %% tags=["hide-input", "measured"]
 # Table: work of each rank in both layouts, predicted and counted
-WORK = ranks.run(work, N, seq, device="cpu")  # CPU: times are gloo's
+WORK = ranks.run(time_layouts, N, seq, device="cpu")  # CPU: times are gloo's
 rows, slowest = [], {}
 for layout in cp.LAYOUTS:
     all_seconds = sum(result[layout][1] for result in WORK)
     for rank, result in enumerate(WORK):
         pairs, seconds = result[layout]
-        want = cp.score_pairs(layout, seq, N, rank)
+        want = cp.count_pairs(layout, seq, N, rank)
         assert pairs == want
         fraction = f"{100 * pairs / (seq * (seq + 1) / 2):.1f}"
         took = f"{100 * seconds / all_seconds:.0f}"
@@ -383,21 +390,23 @@ def all_to_all(q, k, v):
 
 # %% tags=["hide-input"]
 # Holds the plain all-to-all against one process, and counts its messages
-def swap_gap():
+def compare_swap():
     N, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
-    mine = [x.detach() for x in qkv("contiguous", 48, 4, 4)]
-    full = [cp.gather(x, group, "contiguous", dim=2) for x in mine]
+    mine = [x.detach() for x in draw_qkv("contiguous", 48, 4, 4)]
+    full = [cp.gather_seq(x, group, "contiguous", dim=2) for x in mine]
     right = F.scaled_dot_product_attention(*full, is_causal=True)
     calls = []
     for way in (all_to_all, partial(cp.all_to_all_attention, group=group)):
         with count.record_traffic() as sent:
             y = way(*mine)
         calls.append(sum(sent.calls.values()))
-    return gap(right.chunk(N, 2)[rank], y), *calls
+    return max_difference(right.chunk(N, 2)[rank], y), *calls
 
 
 for N in (2, 4):
-    results = ranks.run(swap_gap, N, device="cpu")  # CPU: its attention takes float64
+    results = ranks.run(
+        compare_swap, N, device="cpu"
+    )  # CPU: its attention takes float64
     off, *calls = map(max, zip(*results, strict=True))
     assert off < 1e-13 and calls == [4, 2]
     print(f"{N} ranks: largest difference {off:.0e}; all-to-alls: plain 4, module 2")
@@ -414,18 +423,18 @@ for N in (2, 4):
 show.source(cp.all_to_all_attention)
 
 # %% [markdown]
-# `heads_for_tokens` and `tokens_for_heads` are the two exchanges, and `_AllToAll` is an all-to-all that has a backward:
+# `tokens_to_heads` and `heads_to_tokens` are the two exchanges, and `_AllToAll` is an all-to-all that has a backward:
 
 # %%
-show.source(cp.heads_for_tokens, cp.tokens_for_heads, cp.ulysses._AllToAll)
+show.source(cp.tokens_to_heads, cp.heads_to_tokens, cp.ulysses._AllToAll)
 
 # %% [markdown]
 # ## The whole model
 #
-# `cp.distribute` changes the plain GPT without an edit of its class: each attention calls one of the two functions, and its rotary embedding takes the tokens' positions in the *whole* sequence.
+# `cp.distribute_model` changes the plain GPT without an edit of its class: each attention calls one of the two functions, and its rotary embedding takes the tokens' positions in the *whole* sequence.
 
 # %%
-show.source(cp.distribute, cp.core._attention)
+show.source(cp.distribute_model, cp.core._forward_sharded)
 
 
 # %% [markdown]
@@ -436,16 +445,16 @@ show.source(cp.distribute, cp.core._attention)
 def train_step(model, optimizer, tokens, targets, layout):
     """Loss of a step on this rank's tokens, averaged over the ranks."""
     group = dist.group.WORLD
-    tokens, targets = (cp.shard(x, group, layout) for x in (tokens, targets))
+    tokens, targets = (cp.shard_tokens(x, group, layout) for x in (tokens, targets))
     value = loss(model(tokens), targets)
     optimizer.zero_grad()
     value.backward()
     cp.average_gradients(model, group)
     optimizer.step()
-    return cp.average(value, group)
+    return cp.average_scalar(value, group)
 
 
-def adamw(model, lr=1e-3):
+def make_adamw(model, lr=1e-3):
     return torch.optim.AdamW(model.parameters(), lr=lr, foreach=False)
 
 
@@ -461,35 +470,37 @@ WAYS = {
 }
 
 
-def attention_gaps(attention, layout):
+def compare_attention(attention, layout):
     """Largest differences: output, and gradients of queries, keys, values."""
     N, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     gaps = [0.0, 0.0]
     for causal in (True, False):
-        mine = qkv(layout, 64)
-        full = [cp.gather(x, group, layout, dim=2).requires_grad_() for x in mine]
-        right = F.scaled_dot_product_attention(
-            *full, is_causal=causal, enable_gqa=True
-        )
+        mine = draw_qkv(layout, 64)
+        full = [
+            cp.gather_seq(x, group, layout, dim=2).requires_grad_() for x in mine
+        ]
+        right = F.scaled_dot_product_attention(*full, is_causal=causal, enable_gqa=True)
         got = attention(*mine, group, causal=causal, layout=layout)
         weights = torch.arange(right.numel(), device=right.device).view_as(right).sin()
         (right * weights).sum().backward()
-        (got * cp.split(weights, N, rank, layout, dim=2)).sum().backward()
+        (got * cp.split_seq(weights, N, rank, layout, dim=2)).sum().backward()
         pairs = [(right, got)]
         pairs += [(x.grad, y.grad) for x, y in zip(full, mine, strict=True)]
-        out, *back = (gap(cp.split(a, N, rank, layout, dim=2), b) for a, b in pairs)
+        out, *back = (
+            max_difference(cp.split_seq(a, N, rank, layout, dim=2), b) for a, b in pairs
+        )
         gaps = [max(gaps[0], out), max(gaps[1], *back)]
     return gaps
 
 
-def five_steps(attention, layout):
+def train_five_steps(attention, layout):
     """Largest differences: loss, weights after five steps."""
     group, dtype = dist.group.WORLD, torch.float64
-    alone = plain(dtype)
-    model = cp.distribute(plain(dtype), group, attention, layout)
-    optimizers, in_loss = (adamw(alone), adamw(model)), 0.0
+    alone = build_model(dtype)
+    model = cp.distribute_model(build_model(dtype), group, attention, layout)
+    optimizers, in_loss = (make_adamw(alone), make_adamw(model)), 0.0
     for step in range(5):
-        tokens, targets = batch(step)
+        tokens, targets = make_batch(step)
         value = loss(alone(tokens), targets)
         optimizers[0].zero_grad()
         value.backward()
@@ -497,19 +508,19 @@ def five_steps(attention, layout):
         mine = train_step(model, optimizers[1], tokens, targets, layout)
         in_loss = max(in_loss, abs(value.item() - mine))
     pairs = zip(alone.state_dict().values(), model.state_dict().values(), strict=True)
-    return in_loss, max(gap(a, b) for a, b in pairs)
+    return in_loss, max(max_difference(a, b) for a, b in pairs)
 
 
-def all_gaps():
+def compare_training():
     return {
-        way: (*attention_gaps(fn, way[1]), *five_steps(*way))
+        way: (*compare_attention(fn, way[1]), *train_five_steps(*way))
         for way, fn in WAYS.items()
     }
 
 
 rows = []
 for N in (2, 4):
-    results = ranks.run(all_gaps, N)
+    results = ranks.run(compare_training, N)
     for way in WAYS:
         gaps = [max(each) for each in zip(*(r[way] for r in results), strict=True)]
         # Float64. AdamW divides by a gradient's size, which makes rounding larger.
@@ -540,11 +551,11 @@ show.table(rows, head, caption="Largest differences from one process, float64")
 # - The all-to-all sends $\frac{N-1}{N}$ of queries, keys, values and output, in forward and in backward: $4b(a+K)D\frac{s}{N}\,e\,\frac{N-1}{N}$, which falls with $N$.
 
 # %%
-def attention_sent(heads, kv_heads, seq, size):
+def count_sent(heads, kv_heads, seq, size):
     """Bytes of a rank, forward and backward of one attention: ring, all-to-all."""
     found, N = [], dist.get_world_size()
     for attention in (cp.ring_attention, cp.all_to_all_attention):
-        mine = qkv("zigzag", seq, heads, kv_heads, size, torch.float32)
+        mine = draw_qkv("zigzag", seq, heads, kv_heads, size, torch.float32)
         with count.record_traffic() as sent:
             attention(*mine, dist.group.WORLD, layout="zigzag").sum().backward()
         # Of what is handed to an all-to-all, a rank keeps its own part.
@@ -555,7 +566,7 @@ def attention_sent(heads, kv_heads, seq, size):
 
 SENT = {
     # CPU: counts the module's bytes
-    (kv, N): ranks.run(attention_sent, N, 16, kv, 1024, 16, device="cpu")[0]
+    (kv, N): ranks.run(count_sent, N, 16, kv, 1024, 16, device="cpu")[0]
     for kv in (16, 2)
     for N in (2, 4, 8)
 }
@@ -564,8 +575,8 @@ SENT = {
 # Table: bytes of one attention, predicted and counted
 rows = []
 for (kv, N), counted in SENT.items():
-    swap_ = cp.ulysses_sent(1, 1024, 16, kv, 16, N)
-    both = cp.ring_sent(1, 1024, kv, 16, N), swap_
+    swap_ = cp.predict_ulysses_bytes(1, 1024, 16, kv, 16, N)
+    both = cp.predict_ring_bytes(1, 1024, kv, 16, N), swap_
     want = [each["forward"] + each["backward"] for each in both]
     assert counted == want
     cells = [
@@ -600,23 +611,26 @@ show.table(
 BANDWIDTH = 12.5e6  # bytes per second
 
 
-def one_after_the_other(q, k, v, group):
+def run_in_turn(q, k, v, group):
     """The plain ring of two ranks, with the module's kernel: it waits for each message."""
     mine, peer = cp.block_attention(q, k, v), 1 - dist.get_rank()
     kv = torch.stack((k, v))
     coming = torch.empty_like(kv)
     ranks.exchange(kv, peer, coming, peer, group).wait()
-    return cp.merge(*mine, *cp.block_attention(q, *coming))
+    return cp.merge_attention(*mine, *cp.block_attention(q, *coming))
 
 
-def forwards(times):
+def time_forwards(times):
     """By tokens on a rank: seconds without the link; over it, plain and overlapped."""
     fast, slow = dist.group.WORLD, link.create_slow_group(0, BANDWIDTH)
     overlapped = partial(cp.ring_attention, causal=False, layout="contiguous")
-    ways = (overlapped, fast), (one_after_the_other, slow), (overlapped, slow)
+    ways = (overlapped, fast), (run_in_turn, slow), (overlapped, slow)
     found = {}
     for local_seq, repeats in times.items():
-        mine = [x.detach() for x in qkv("contiguous", 2 * local_seq, dtype=torch.float32)]
+        mine = [
+            x.detach()
+            for x in draw_qkv("contiguous", 2 * local_seq, dtype=torch.float32)
+        ]
         took = [[], [], []]
         for _ in range(repeats):
             for seconds, (way, group) in zip(took, ways, strict=True):
@@ -629,7 +643,7 @@ def forwards(times):
 
 
 # CPU: times are gloo's
-TIMES = ranks.run(forwards, 2, {128: 12, 3072: 3}, device="cpu")[0]
+TIMES = ranks.run(time_forwards, 2, {128: 12, 3072: 3}, device="cpu")[0]
 
 # %% tags=["hide-input", "measured"]
 # Table: seconds of a forward over the slow link, predicted and measured
@@ -666,11 +680,11 @@ show.table(rows, [*head, "measured (ms)", "difference (%)", "slower by"])
 # With the all-to-all a rank keeps the output twice, by heads and by tokens, and during an exchange holds both what it sends and what it receives.
 
 # %%
-def attention_bytes(attention, contexts):
+def measure_attention(attention, contexts):
     """On a rank, for each context: bytes kept by forward, the most held in backward."""
     found = {seq: [] for seq in contexts}
     for seq in [*contexts, *contexts]:
-        mine = qkv("zigzag", seq, 8, 8, 16, torch.float32)
+        mine = draw_qkv("zigzag", seq, 8, 8, 16, torch.float32)
         dy = torch.ones_like(mine[0])
         with count.track_memory() as held:
             y = attention(*(x * 1 for x in mine))  # computed, as a model's would be
@@ -687,31 +701,31 @@ def attention_bytes(attention, contexts):
 
 # %% tags=["hide-input", "measured"]
 # Draws bytes over the context, predicted and measured, and holds them together
-def alone(q, k, v):
+def attend_alone(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def in_ring(q, k, v):
+def attend_by_ring(q, k, v):
     return cp.ring_attention(q, k, v, dist.group.WORLD)
 
 
-def swapped(q, k, v):
+def attend_by_swap(q, k, v):
     return cp.all_to_all_attention(q, k, v, dist.group.WORLD, layout="zigzag")
 
 
 CONTEXTS = [512, 1024, 2048, 3072]
 CORES = {
-    "one process": ("one", alone, 1),
-    "all-to-all, 4 ranks": ("ulysses", swapped, 4),
-    "ring, 4 ranks": ("ring", in_ring, 4),
+    "one process": ("one", attend_alone, 1),
+    "all-to-all, 4 ranks": ("ulysses", attend_by_swap, 4),
+    "ring, 4 ranks": ("ring", attend_by_ring, 4),
 }
 figure, panels = plt.subplots(1, 2, figsize=(7.4, 3))
 for color, (name, (way, core, N)) in zip(show.RANK_COLORS, CORES.items(), strict=False):
     wants, measured = [], []
     # CPU: bytes held by CPU kernels
-    every = ranks.run(attention_bytes, N, core, CONTEXTS, device="cpu")
+    every = ranks.run(measure_attention, N, core, CONTEXTS, device="cpu")
     for seq in CONTEXTS:
-        want = cp.attention_memory(way, 1, seq, 8, 8, 16, N)
+        want = cp.predict_attention_memory(way, 1, seq, 8, 8, 16, N)
         # A thread of gloo may hold a message for a moment longer: take the least.
         kept, peak = (
             min(run[i] for found in every for run in found[seq]) for i in (0, 1)
@@ -758,21 +772,21 @@ show.figure(
 # `````
 
 # %%
-pairs = {N: cp.score_pairs("zigzag", 8192 * N, N, rank=0) for N in (1, 2, 4, 8)}
+pairs = {N: cp.count_pairs("zigzag", 8192 * N, N, rank=0) for N in (1, 2, 4, 8)}
 print({N: round(on_a_rank / pairs[1], 2) for N, on_a_rank in pairs.items()})
 
 # %% [markdown]
 # (context-fit)=
 # ### How many tokens fit
 #
-# `memory` predicts a rank's bytes for a length of the context: states (weights, gradients, optimizer), activations, what the ring holds, the loss. `cp.tokens_that_fit` searches for the longest context that fits into 80 GB.
+# `memory` predicts a rank's bytes for a length of the context: states (weights, gradients, optimizer), activations, what the ring holds, the loss. `cp.find_max_context` searches for the longest context that fits into 80 GB.
 # This is Llama 3 8B with 8 tensor-parallel ranks in each machine, and 1 to 64 machines that cut the context. In a `Layout`, `tp` is the number of tensor-parallel ranks and `cp` that of ranks along the context.
 #
 # ![Tokens of context that fit into 80 GB on each rank, for Llama 3 8B with tensor degree 8, over 1 to 64 context ranks. All lines double with the ranks. With sequence parallelism about twice as many tokens fit, with full recomputation four times, with both thirteen times.](../figures/context_parallel_fit.svg)
 
 # %%
 fits = {
-    N: cp.tokens_that_fit(LLAMA, 80e9, Layout(tp=8, cp=N, sequence_parallel=True))
+    N: cp.find_max_context(LLAMA, 80e9, Layout(tp=8, cp=N, sequence_parallel=True))
     for N in (1, 2, 16)
 }
 print(fits)
@@ -781,9 +795,9 @@ print(fits)
 # Holds the sentences below against the memory model
 again = Layout(tp=8, sequence_parallel=True, recompute="full")
 assert fits[1] < 131_072 < fits[2]
-assert fits[1] > 2 * cp.tokens_that_fit(LLAMA, 80e9, Layout(tp=8))
+assert fits[1] > 2 * cp.find_max_context(LLAMA, 80e9, Layout(tp=8))
 assert fits[16] > 15 * fits[1]
-assert cp.tokens_that_fit(LLAMA, 80e9, again) > 5 * fits[1]
+assert cp.find_max_context(LLAMA, 80e9, again) > 5 * fits[1]
 
 
 # %% [markdown]
@@ -798,29 +812,31 @@ assert cp.tokens_that_fit(LLAMA, 80e9, again) > 5 * fits[1]
 # It needs the fused kernels of a GPU; on a CPU it raises (torch 2.13). With two GPUs the next cell runs it beside ours.
 
 # %%
-def beside_context_parallel():
+def compare_with_torch():
     from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     N, group = dist.get_world_size(), dist.group.WORLD
-    mine = [x.to(torch.bfloat16) for x in qkv("zigzag", 1024, 8, 8, 64, torch.float32)]
-    ours = cp.gather(cp.ring_attention(*mine, group), group, dim=2)
-    buffers = [cp.gather(x, group, dim=2) for x in mine]
+    mine = [
+        x.to(torch.bfloat16) for x in draw_qkv("zigzag", 1024, 8, 8, 64, torch.float32)
+    ]
+    ours = cp.gather_seq(cp.ring_attention(*mine, group), group, dim=2)
+    buffers = [cp.gather_seq(x, group, dim=2) for x in mine]
     mesh = init_device_mesh("cuda", (N,))
     sharded = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2])
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), sharded:
         theirs = F.scaled_dot_product_attention(*buffers, is_causal=True)
     right = F.scaled_dot_product_attention(
-        *(cp.gather(x, group, dim=2) for x in mine), is_causal=True
+        *(cp.gather_seq(x, group, dim=2) for x in mine), is_causal=True
     )
-    shard = cp.split(right, N, dist.get_rank(), "zigzag", dim=2)
-    return gap(ours, right), gap(theirs, shard)
+    shard = cp.split_seq(right, N, dist.get_rank(), "zigzag", dim=2)
+    return max_difference(ours, right), max_difference(theirs, shard)
 
 
 # %% tags=["hide-input"]
 # Runs torch's context_parallel beside ours, where there are two GPUs
 if ranks.choose_backend(2)[1] == "cuda" and torch.cuda.device_count() >= 2:
-    gaps = max(ranks.run(beside_context_parallel, 2))
+    gaps = max(ranks.run(compare_with_torch, 2))
     print(f"from one process: ours {gaps[0]:.0e}, torch's {gaps[1]:.0e}")
     assert max(gaps) < 0.05  # bfloat16 has three digits
 else:
@@ -860,26 +876,26 @@ except ranks.RankError as error:
 # A second mistake is harder to find: the ring is there, but positions begin at 0 on every rank.
 
 # %%
-def mistaken(way, dtype, steps=20):
+def run_mistake(way, dtype, steps=20):
     """First loss, gradients, and the last loss, of a model that is set up this way."""
-    model, group = plain(dtype), dist.group.WORLD
+    model, group = build_model(dtype), dist.group.WORLD
     if way == "positions from 0":
-        cp.core.positions = lambda layout, seq, N, *_: torch.arange(
+        cp.core.token_positions = lambda layout, seq, N, *_: torch.arange(
             seq // N, device=ranks.device()
         )
     if way != "own tokens alone":
-        cp.distribute(model, group, "ring", "contiguous")
-    optimizer = adamw(model, lr=3e-3)
-    losses = [train_step(model, optimizer, *batch(0), "contiguous")]
+        cp.distribute_model(model, group, "ring", "contiguous")
+    optimizer = make_adamw(model, lr=3e-3)
+    losses = [train_step(model, optimizer, *make_batch(0), "contiguous")]
     first = {name: p.grad.double() for name, p in model.named_parameters()}
     for step in range(1, steps):
-        losses.append(train_step(model, optimizer, *batch(step), "contiguous"))
+        losses.append(train_step(model, optimizer, *make_batch(step), "contiguous"))
     return losses[0], first, losses[-1]
 
 
 WRONG = {
     # CPU: float32 beside bfloat16
-    (way, dtype): ranks.run(mistaken, 4, way, dtype, device="cpu")[0]
+    (way, dtype): ranks.run(run_mistake, 4, way, dtype, device="cpu")[0]
     for way in ("right", "own tokens alone", "positions from 0")
     for dtype in (torch.float32, torch.bfloat16)
 }
@@ -887,15 +903,15 @@ WRONG = {
 
 # %% tags=["hide-input"]
 # Table: what each mistake does to the first loss and to gradients
-def of_one_process():
+def run_one_process():
     """The first loss and its gradients in one process, in float64."""
-    alone = plain(torch.float64)
-    value = loss(alone(batch()[0]), batch()[1])
+    alone = build_model(torch.float64)
+    value = loss(alone(make_batch()[0]), make_batch()[1])
     value.backward()
     return value.item(), {name: p.grad for name, p in alone.named_parameters()}
 
 
-def apart(mine, right, part):
+def compare_cut_text(mine, right, part):
     """Difference of the gradients whose names have `part`, relative, as norms (%)."""
     pairs = [(mine[n], right[n]) for n in right if part in n]
     a, b = (torch.cat([x.flatten() for x in each]) for each in zip(*pairs, strict=True))
@@ -903,14 +919,14 @@ def apart(mine, right, part):
 
 
 # CPU: its attention takes float64
-value, right = ranks.run(of_one_process, 1, device="cpu", show=False)[0]
+value, right = ranks.run(run_one_process, 1, device="cpu", show=False)[0]
 rows, off = [], {}
 for (way, dtype), (first, gradients, last) in WRONG.items():
-    queries = apart(gradients, right, "query.weight")
+    queries = compare_cut_text(gradients, right, "query.weight")
     off[way, dtype] = abs(first - value), queries
     cells = (
         f"{first - value:+.1e}",
-        f"{apart(gradients, right, ''):.2f}",
+        f"{compare_cut_text(gradients, right, ''):.2f}",
         f"{queries:.2f}",
     )
     rows.append((way, str(dtype)[6:], *cells, f"{last:.3f}"))
@@ -935,10 +951,10 @@ show.table(rows, [*head, "queries' weights (%)", "loss after 20 steps"])
 # These are refused before anything is sent:
 
 # %%
-def refused():
+def find_refusal():
     group, q = dist.group.WORLD, torch.zeros(1, 6, 5, 8)
     for attempt in (
-        lambda: cp.shard(torch.zeros(1, 250), group, "zigzag"),
+        lambda: cp.shard_tokens(torch.zeros(1, 250), group, "zigzag"),
         lambda: cp.all_to_all_attention(q, q, q, group),
     ):
         try:
@@ -948,7 +964,7 @@ def refused():
 
 
 # CPU: refused before anything is sent
-_ = ranks.run(lambda: refused() if dist.get_rank() == 0 else None, 4, device="cpu")
+_ = ranks.run(lambda: find_refusal() if dist.get_rank() == 0 else None, 4, device="cpu")
 
 
 # %% [markdown]
@@ -1045,7 +1061,7 @@ check(my_pass)
 # :class: dropdown
 # ```
 #
-# One batch. (Even ranks first, as in `pass_on` above, is right as well.)
+# One batch. (Even ranks first, as in `send_to_next` above, is right as well.)
 
 # %%
 def my_pass(tensor, group):

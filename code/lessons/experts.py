@@ -58,31 +58,31 @@ SMALL = Config(
 )  # fmt: skip
 
 
-def plain(config=SMALL, dtype=torch.float32):
+def build_model(config=SMALL, dtype=torch.float32):
     """The same GPT at every call, with all experts."""
     torch.manual_seed(0)
     return GPT(config).to(ranks.device(), dtype)
 
 
-def batch(step, size=8):
+def make_batch(step, size=8):
     """`size` windows of text, the same on every rank: tokens, targets [size, 32]."""
     tokens, targets = text.get_batch(SMALL.seq, size, start=step * size)
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 
-def mine(tensor, group=None):
+def take_shard(tensor, group=None):
     """This rank's part of a batch."""
     group = group or dist.group.WORLD
     return tensor.chunk(group.size())[dist.get_rank(group)]
 
 
-def normal(seed, *shape):
+def draw_normal(seed, *shape):
     """Normal numbers that follow from the seed alone: the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(ranks.device())
 
 
-def apart(a, b):
+def max_difference(a, b):
     """The largest difference between two tensors."""
     return (a - b).abs().max().item()
 
@@ -91,16 +91,22 @@ def apart(a, b):
 # Table: parameters held, and used by a token
 llama = count_parameters(PRESETS["llama-3-405b"])
 SHAPES = {
-    "Llama 3 405B": experts.Parameters(llama, llama),
-    "Mixtral 8x7B": experts.parameters(PRESETS["mixtral-8x7b"]),
-    "DeepSeek-V3": experts.parameters(PRESETS["deepseek-v3"]),
+    "Llama 3 405B": experts.ParameterCounts(llama, llama),
+    "Mixtral 8x7B": experts.count_parameters(PRESETS["mixtral-8x7b"]),
+    "DeepSeek-V3": experts.count_parameters(PRESETS["deepseek-v3"]),
 }
 rows = []
 for name, (total, active) in SHAPES.items():
     cells = f"{total / 1e9:.1f}", f"{active / 1e9:.1f}", f"{active / total:.0%}"
     rows.append((name, *cells, f"{16 * total / 1e12:.1f}"))
 assert SHAPES["DeepSeek-V3"].active < llama / 10
-head = ["model", "parameters (billions)", "used by a token", "share", "model states (TB)"]
+head = [
+    "model",
+    "parameters (billions)",
+    "used by a token",
+    "share",
+    "model states (TB)",
+]
 show.table(rows, head)
 
 
@@ -117,23 +123,23 @@ show.table(rows, head)
 # In names of tensors, `T` is tokens, `H` the width of the model, `F` that of an expert, `E` experts, `C` the choices of a token, and `R` rows: a row is one token for one of its experts.
 
 # %%
-def choose(x_TH, router_HE, k=2):
+def choose_experts(x_TH, router_HE, k=2):
     """The best k experts of each token, and how much each of them counts."""
     scores_TE = (x_TH @ router_HE).softmax(-1)
     weight_TC, chosen_TC = scores_TE.topk(k)
     return weight_TC / weight_TC.sum(-1, keepdim=True), chosen_TC
 
 
-def expert(x_RH, up_HF, down_FH):
+def run_expert(x_RH, up_HF, down_FH):
     return F.gelu(x_RH @ up_HF) @ down_FH
 
 
-def one_process(x_TH, router_HE, networks):
-    weight_TC, chosen_TC = choose(x_TH, router_HE)
+def run_one_process(x_TH, router_HE, networks):
+    weight_TC, chosen_TC = choose_experts(x_TH, router_HE)
     y_TH = torch.zeros_like(x_TH)
     for number, matrices in enumerate(networks):
         t_R, c_R = (chosen_TC == number).nonzero(as_tuple=True)  # who chose it, and how
-        y_TH[t_R] += weight_TC[t_R, c_R, None] * expert(x_TH[t_R], *matrices)
+        y_TH[t_R] += weight_TC[t_R, c_R, None] * run_expert(x_TH[t_R], *matrices)
     return y_TH
 
 
@@ -153,10 +159,10 @@ def one_process(x_TH, router_HE, networks):
 # So before each dispatch the ranks tell each other how many rows will come. With $N$ ranks each has $e = E/N$ experts:
 
 # %%
-def over_ranks(x_TH, router_HE, own):
+def run_over_ranks(x_TH, router_HE, own):
     """The same, where this rank has the experts `own`, and tokens of its own."""
     N, e = dist.get_world_size(), len(own)
-    weight_TC, chosen_TC = choose(x_TH, router_HE)
+    weight_TC, chosen_TC = choose_experts(x_TH, router_HE)
     order_R = chosen_TC.flatten().argsort(stable=True)  # by expert
     token_R = order_R // chosen_TC.shape[1]
     leaving_Ne = torch.bincount(chosen_TC.flatten(), minlength=N * e).view(N, e)
@@ -169,7 +175,7 @@ def over_ranks(x_TH, router_HE, own):
     whose_R = torch.arange(e, device=x_TH.device).repeat(N)
     whose_R = whose_R.repeat_interleave(coming_Ne.flatten())  # by rank, then by expert
     for number, matrices in enumerate(own):
-        came_RH[whose_R == number] = expert(came_RH[whose_R == number], *matrices)
+        came_RH[whose_R == number] = run_expert(came_RH[whose_R == number], *matrices)
     back_RH = torch.empty_like(x_TH[token_R])
     dist.all_to_all_single(back_RH, came_RH, sent, received)  # combine
 
@@ -179,19 +185,19 @@ def over_ranks(x_TH, router_HE, own):
 
 # %% tags=["hide-input"]
 # Holds it against one process, on 1, 2 and 4 ranks
-def plain_gap():
-    x_TH, router_HE = normal(0, 64, 32), normal(1, 32, 8)
-    up_EHF, down_EFH = normal(2, 8, 32, 64) / 6, normal(3, 8, 64, 32) / 8
+def compare_plain():
+    x_TH, router_HE = draw_normal(0, 64, 32), draw_normal(1, 32, 8)
+    up_EHF, down_EFH = draw_normal(2, 8, 32, 64) / 6, draw_normal(3, 8, 64, 32) / 8
     networks = list(zip(up_EHF, down_EFH, strict=True))
     local_experts = 8 // dist.get_world_size()
     own = networks[dist.get_rank() * local_experts :][:local_experts]
-    y_TH = over_ranks(mine(x_TH), router_HE, own)
-    return apart(y_TH, mine(one_process(x_TH, router_HE, networks)))
+    y_TH = run_over_ranks(take_shard(x_TH), router_HE, own)
+    return max_difference(y_TH, take_shard(run_one_process(x_TH, router_HE, networks)))
 
 
 for N in (1, 2, 4):
     # Float32, values of about 1: other numbers of rows, other orders of adding.
-    assert max(ranks.run(plain_gap, N)) < 1e-5
+    assert max(ranks.run(compare_plain, N)) < 1e-5
     print(f"{N} ranks: the layer's output is that of one process")
 
 # %% [markdown]
@@ -202,13 +208,13 @@ for N in (1, 2, 4):
 # In the package the exchange is an operator with a backward. That is the same exchange with the two lists of sizes swapped: a row's gradient goes to the rank that the row came from.
 
 # %%
-show.source(experts.exchange, experts.core._Exchange)
+show.source(experts.exchange_rows, experts.core._Exchange)
 
 # %% [markdown]
-# `route` says which rows go to which rank. The CPU has to know the sizes of messages, so here, once in each layer, it waits for the GPU.
+# `plan_route` says which rows go to which rank. The CPU has to know the sizes of messages, so here, once in each layer, it waits for the GPU.
 
 # %%
-show.source(experts.Route, experts.route)
+show.source(experts.Route, experts.plan_route)
 
 # %% [markdown]
 # `ExpertParallel` takes the router and this rank's experts from the plain layer, `shardlab.gpt.model.Experts`, which is the loop above.
@@ -239,19 +245,19 @@ show.source(experts.average_gradients)
 # The second shape is like DeepSeek's: scores by a sigmoid, three of eight experts for a token, one shared expert that takes every token, and a first layer without experts.
 
 # %%
-def pairs():
+def name_parameters():
     """Two groups of this rank, of four: its pair; those in the same place of their pairs."""
     layouts = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
     return [dist.new_subgroups_by_enumeration(layout)[0] for layout in layouts]
 
 
-def five_steps(config, copied):
+def train_five_steps(config, copied):
     world = dist.group.WORLD
-    group, copies = pairs() if copied else (world, None)
-    model = experts.parallelize(plain(config, torch.float64), group)
+    group, copies = name_parameters() if copied else (world, None)
+    model = experts.parallelize(build_model(config, torch.float64), group)
     optimizer, losses = torch.optim.AdamW(model.parameters(), 3e-3), []
     for step in range(5):
-        tokens, targets = (mine(x) for x in batch(step))
+        tokens, targets = (take_shard(x) for x in make_batch(step))
         optimizer.zero_grad()
         value = loss(model(tokens), targets)
         value.backward()
@@ -266,11 +272,11 @@ def five_steps(config, copied):
 
 # %% tags=["hide-input"]
 # Table: differences to one process
-def alone(config):
-    model = plain(config, torch.float64)
+def train_one_process(config):
+    model = build_model(config, torch.float64)
     optimizer, losses = torch.optim.AdamW(model.parameters(), 3e-3), []
     for step in range(5):
-        tokens, targets = batch(step)
+        tokens, targets = make_batch(step)
         optimizer.zero_grad()
         value = loss(model(tokens), targets)
         value.backward()
@@ -286,16 +292,27 @@ DEEPSEEK = replace(
 )
 rows = []
 for name, config in (("Mixtral's", SMALL), ("DeepSeek's", DEEPSEEK)):
-    losses, first, want = ranks.run(alone, 1, config)[0]
+    losses, first, want = ranks.run(train_one_process, 1, config)[0]
     runs = (1, False), (2, False), (4, False), (4, True)
     for N, copied in runs if config is SMALL else runs[2:]:
-        for ours, gradients, found in ranks.run(five_steps, N, config, copied):
-            assert apart(ours, losses) < 1e-12  # float64: sums in another order
-            assert max(apart(gradients[n], first[n]) for n in gradients) < 1e-12
+        for ours, gradients, found in ranks.run(train_five_steps, N, config, copied):
+            assert (
+                max_difference(ours, losses) < 1e-12
+            )  # float64: sums in another order
+            assert (
+                max(max_difference(gradients[n], first[n]) for n in gradients) < 1e-12
+            )
             # AdamW divides small ones by small ones.
-            assert max(apart(found[n], want[n]) for n in want) < 1e-9
+            assert max(max_difference(found[n], want[n]) for n in want) < 1e-9
         rows.append((name, N, 2 if copied else 1, *["< 10⁻¹²"] * 2, "< 10⁻⁹"))
-head = ["shape", "ranks", "copies of each expert", "losses differ by", "gradients", "weights"]
+head = [
+    "shape",
+    "ranks",
+    "copies of each expert",
+    "losses differ by",
+    "gradients",
+    "weights",
+]
 show.table(rows, head)
 
 
@@ -306,32 +323,34 @@ show.table(rows, head)
 # So cut each matrix first, then give experts to ranks. Here two ranks have the two parts of each matrix and the same tokens, and both pairs together have all experts.
 
 # %%
-def with_tensor():
-    tensor, data = pairs()
-    model = tp.parallelize(plain(SMALL, torch.float64), tensor)
+def compare_with_tensor():
+    tensor, data = name_parameters()
+    model = tp.parallelize(build_model(SMALL, torch.float64), tensor)
     experts.parallelize(model, data)
-    tokens, targets = (mine(x, data) for x in batch(0))
-    tp.loss(model(tokens), targets, tensor).backward()
+    tokens, targets = (take_shard(x, data) for x in make_batch(0))
+    tp.vocab_parallel_loss(model(tokens), targets, tensor).backward()
     experts.average_gradients(model, data)
-    return {name: p.grad for name, p in model.named_parameters()}, tp.cuts(model)
+    return {name: p.grad for name, p in model.named_parameters()}, tp.get_shard_dims(
+        model
+    )
 
 
 # %% tags=["hide-input"]
 # Holds each rank's part of the gradients against one process
 def gradients():
-    model = plain(SMALL, torch.float64)
-    tokens, targets = batch(0)
+    model = build_model(SMALL, torch.float64)
+    tokens, targets = make_batch(0)
     loss(model(tokens), targets).backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
 
 want, off = ranks.run(gradients, 1)[0], []
-for rank, (found, cuts) in enumerate(ranks.run(with_tensor, 4)):
+for rank, (found, cuts) in enumerate(ranks.run(compare_with_tensor, 4)):
     for name, gradient in found.items():
         full = want[name]
         if cuts[name] is not None:
             full = full.chunk(2, cuts[name])[rank % 2]
-        off.append(apart(gradient, full))
+        off.append(max_difference(gradient, full))
 assert max(off) < 1e-12  # float64
 print("2 x 2 ranks: every gradient is a part of one process's")
 
@@ -357,23 +376,36 @@ show.source(router.drop_overflow)
 
 # %% tags=["hide-input"]
 # Table: what is dropped, by capacity, on one process and on four ranks
-def dropped(capacity):
-    model = plain(replace(SMALL, capacity=capacity))
+def count_dropped(capacity):
+    model = build_model(replace(SMALL, capacity=capacity))
     model = experts.parallelize(model, dist.group.WORLD)
-    with experts.watch(model) as routed, torch.no_grad():
-        model(mine(batch(0, 16)[0]))
-    return sum(int(one.dropped.sum()) for one in routed)
+    with experts.record_routing(model) as routed, torch.no_grad():
+        model(take_shard(make_batch(0, 16)[0]))
+    return sum(int(one.dropped_BS.sum()) for one in routed)
 
 
 CHOICES, rows, kept = 16 * 32 * 2 * 2, [], {}
 for capacity in (0.5, 1.0, 1.5, 2.0, None):
-    found = [sum(ranks.run(dropped, N, capacity)) for N in (1, 4)]
+    found = [sum(ranks.run(count_dropped, N, capacity)) for N in (1, 4)]
     assert found[0] == found[1]
     kept[capacity] = found[0]
     places = replace(SMALL, capacity=capacity).get_expert_capacity(32)
-    rows.append((capacity or "none", places or "as many as come", *found, f"{found[0] / CHOICES:.0%}"))
+    rows.append(
+        (
+            capacity or "none",
+            places or "as many as come",
+            *found,
+            f"{found[0] / CHOICES:.0%}",
+        )
+    )
 assert kept[0.5] >= CHOICES // 2 and kept[None] == 0 < kept[2.0]
-head = ["capacity", "places in a sequence", "dropped, 1 rank", "4 ranks", f"of {CHOICES:,} choices"]
+head = [
+    "capacity",
+    "places in a sequence",
+    "dropped, 1 rank",
+    "4 ranks",
+    f"of {CHOICES:,} choices",
+]
 show.table(rows, head)
 
 
@@ -388,19 +420,25 @@ show.table(rows, head)
 # `````
 
 # %%
-def sees_ahead(capacity):
-    model, tokens = plain(replace(SMALL, capacity=capacity), torch.float64), batch(0)[0]
+def compare_prefixes(capacity):
+    model, tokens = (
+        build_model(replace(SMALL, capacity=capacity), torch.float64),
+        make_batch(0)[0],
+    )
     changed = tokens.clone()
     changed[:, 20:] = (changed[:, 20:] + 1) % 256
-    return apart(model(tokens)[:, :20], model(changed)[:, :20])
+    return max_difference(model(tokens)[:, :20], model(changed)[:, :20])
 
 
-print("dropless:", ranks.run(sees_ahead, 1, None)[0] > 1e-6)
-print("capacity 1:", ranks.run(sees_ahead, 1, 1.0)[0] > 1e-6)
+print("dropless:", ranks.run(compare_prefixes, 1, None)[0] > 1e-6)
+print("capacity 1:", ranks.run(compare_prefixes, 1, 1.0)[0] > 1e-6)
 
 # %% tags=["hide-input"]
 # Holds both answers
-assert ranks.run(sees_ahead, 1, None)[0] < 1e-12 and ranks.run(sees_ahead, 1, 1.0)[0] > 1e-6
+assert (
+    ranks.run(compare_prefixes, 1, None)[0] < 1e-12
+    and ranks.run(compare_prefixes, 1, 1.0)[0] > 1e-6
+)
 
 
 # %% [markdown]
@@ -410,13 +448,13 @@ assert ranks.run(sees_ahead, 1, None)[0] < 1e-12 and ranks.run(sees_ahead, 1, 1.
 # Here the model trains on two ranks, three times: as it is, and with each of two remedies.
 
 # %%
-def train(way, steps=50):
+def train_steps(way, steps=50):
     world = dist.group.WORLD
-    model = experts.parallelize(plain(), world)
+    model = experts.parallelize(build_model(), world)
     optimizer, loads, losses = torch.optim.AdamW(model.parameters(), 1e-3), [], []
     for step in range(steps):
-        tokens, targets = (mine(x) for x in batch(step))
-        with experts.watch(model) as routed:  # what each router says
+        tokens, targets = (take_shard(x) for x in make_batch(step))
+        with experts.record_routing(model) as routed:  # what each router says
             value = loss(model(tokens), targets)
         losses.append(value.item())
         if way == "loss":
@@ -427,26 +465,30 @@ def train(way, steps=50):
         optimizer.step()
         if way == "bias":
             experts.update_bias(routed, 0.02, world)
-        loads.append(experts.loads(routed, world))
+        loads.append(experts.compute_loads(routed, world))
     # [steps, L, E]: shares of tokens, of which each chooses two
     return 2 * torch.stack(loads), sum(losses[-10:]) / 10
 
 
 WAYS = {"nothing": "as it is", "loss": "balancing loss", "bias": "bias"}
-TRAINED = {way: ranks.run(train, 2, way)[0] for way in WAYS}
+TRAINED = {way: ranks.run(train_steps, 2, way)[0] for way in WAYS}
 
 # %% tags=["hide-input"]
 # Draws the share of tokens that the busiest expert of the last layer gets
 figure, axes = plt.subplots(figsize=(4.6, 2.7))
 marks = {"nothing": (4, "-", 99), "loss": (5, "-", 32), "bias": (7, "--", 42)}
 for way, (color, line, high) in marks.items():
-    busiest = TRAINED[way][0][:, -1].unfold(0, 10, 1).mean(-1).max(-1).values  # of ten steps
+    busiest = (
+        TRAINED[way][0][:, -1].unfold(0, 10, 1).mean(-1).max(-1).values
+    )  # of ten steps
     style = {"color": show.RANK_COLORS[color], "ls": line, "lw": 1.6}
     axes.plot(range(10, 51), 100 * busiest, **style)
     axes.annotate(WAYS[way], (51, high), va="center", fontsize=9)
 axes.plot([10, 50], [25, 25], color=show.INK, lw=0.8, ls=(0, (3, 3)))
 axes.annotate("even", (51, 22), va="center", fontsize=9)
-axes.set(xlim=(9, 66), ylim=(0, 103), xlabel="steps", ylabel="busiest expert’s tokens (%)")
+axes.set(
+    xlim=(9, 66), ylim=(0, 103), xlabel="steps", ylabel="busiest expert’s tokens (%)"
+)
 axes.set_xticks([10, 20, 30, 40, 50])
 figure.tight_layout()
 alt = (
@@ -461,7 +503,9 @@ show.figure(figure, alt, "experts-collapse")
 rows, last = [], {}
 for way, (loads, value) in TRAINED.items():
     last[way] = sorted((100 * loads[-10:, -1].mean(0)).tolist(), reverse=True)
-    rows.append((WAYS[way], f"{value:.2f}", *(f"{percent:.0f}" for percent in last[way])))
+    rows.append(
+        (WAYS[way], f"{value:.2f}", *(f"{percent:.0f}" for percent in last[way]))
+    )
 values = [value for _, value in TRAINED.values()]
 assert max(values) < 1.02 * min(values)
 assert last["nothing"][0] > 90 and last["nothing"][4] < 2
@@ -479,7 +523,7 @@ show.table(rows, head)
 # With each rank's own $f$, the few sequences of every rank would have to be balanced, and not only the batch: then experts specialise less {cite}`qiu2025demons`. So an all-reduce of $E$ whole numbers for each layer counts $f$ over all ranks:
 
 # %%
-show.source(experts.loads, experts.balancing_loss)
+show.source(experts.compute_loads, experts.balancing_loss)
 
 # %% [markdown]
 # **The bias** needs no loss {cite}`wang2024lossfree`. Each expert has a number that is added to its score when experts are chosen, and not when outputs are multiplied by scores. After each step it is raised for experts that got fewer than $1/E$ of the choices, and lowered for those that got more. So no second loss changes the gradients of the scores. DeepSeek-V3 does this, with sigmoids as scores {cite}`deepseek2024v3`.
@@ -508,18 +552,26 @@ assert router.Router(SMALL).bfloat16().bias_E.dtype == torch.float32
 
 # %% tags=["hide-input"]
 # Table: parameters of a rank, predicted and counted
-def held(config):
-    model = experts.parallelize(plain(config), dist.group.WORLD)
+def measure_held(config):
+    model = experts.parallelize(build_model(config), dist.group.WORLD)
     return sum(p.numel() for p in model.parameters())
 
 
 rows = []
 for N in (1, 2, 4, 8):
-    mixtral = experts.held(PRESETS["mixtral-8x7b"], N)
-    want, found = experts.held(SMALL, N), set(ranks.run(held, N, SMALL))
+    mixtral = experts.count_held_parameters(PRESETS["mixtral-8x7b"], N)
+    want, found = (
+        experts.count_held_parameters(SMALL, N),
+        set(ranks.run(measure_held, N, SMALL)),
+    )
     assert found == {want}
     rows.append((N, f"{16 * mixtral / 1e9:.0f}", f"{want:,}", f"{found.pop():,}"))
-head = ["ranks", "Mixtral's model states (GB)", "our small model, predicted (parameters)", "counted"]
+head = [
+    "ranks",
+    "Mixtral's model states (GB)",
+    "our small model, predicted (parameters)",
+    "counted",
+]
 show.table(rows, head)
 
 
@@ -533,14 +585,18 @@ show.table(rows, head)
 
 # %% tags=["hide-input"]
 # Table: bytes of all-to-alls in a step of all ranks, predicted and counted
-def sent(config):
-    model = experts.parallelize(plain(config), dist.group.WORLD)
-    tokens, targets = (mine(x) for x in batch(0))
-    with experts.watch(model) as routed, count.record_traffic() as found:
+def count_sent(config):
+    model = experts.parallelize(build_model(config), dist.group.WORLD)
+    tokens, targets = (take_shard(x) for x in make_batch(0))
+    with experts.record_routing(model) as routed, count.record_traffic() as found:
         loss(model(tokens), targets).backward()
-    lost = sum(int(one.dropped.sum()) for one in routed)
-    want = experts.predicted_sent(config, tokens.numel(), 4, lost)
-    return sum(want.values()), found.payload["all_to_all_single"], found.calls["all_to_all_single"]
+    lost = sum(int(one.dropped_BS.sum()) for one in routed)
+    want = experts.predict_sent_bytes(config, tokens.numel(), 4, lost)
+    return (
+        sum(want.values()),
+        found.payload["all_to_all_single"],
+        found.calls["all_to_all_single"],
+    )
 
 
 rows = []
@@ -550,10 +606,19 @@ for name, config in (
     ("DeepSeek's", DEEPSEEK),
 ):
     for N in (2, 4):
-        want, found, calls = (sum(each) for each in zip(*ranks.run(sent, N, config), strict=True))
-        assert want == found and calls == N * experts.predicted_calls(config)
+        want, found, calls = (
+            sum(each) for each in zip(*ranks.run(count_sent, N, config), strict=True)
+        )
+        assert want == found and calls == N * experts.predict_calls(config)
         rows.append((name, N, calls // N, f"{want:,}", f"{found:,}", found - want))
-head = ["", "ranks", "calls of a rank", "predicted (B)", "counted (B)", "difference (B)"]
+head = [
+    "",
+    "ranks",
+    "calls of a rank",
+    "predicted (B)",
+    "counted (B)",
+    "difference (B)",
+]
 show.table(rows, head)
 
 
@@ -574,7 +639,10 @@ def layer_seconds(machine, tokens, k, h, f):
 # %% tags=["hide-input"]
 # Table: one layer's forward on H100s, 4096 tokens a rank
 H100, rows, times = MACHINES["h100"], [], {}
-for name, k, h, f in (("Mixtral 8x7B", 2, 4096, 14_336), ("DeepSeek-V3", 8, 7168, 2048)):
+for name, k, h, f in (
+    ("Mixtral 8x7B", 2, 4096, 14_336),
+    ("DeepSeek-V3", 8, 7168, 2048),
+):
     products = layer_seconds(H100, 4096, k, h, f)
     links = (8, H100.node_bandwidth, "NVLink"), (64, H100.network_bandwidth, "network")
     for N, speed, words in links:
@@ -582,8 +650,17 @@ for name, k, h, f in (("Mixtral 8x7B", 2, 4096, 14_336), ("DeepSeek-V3", 8, 7168
         times[name, N] = out / speed / products
         cells = f"{out / 1e6:,.0f}", f"{1e3 * out / speed:.2f}", f"{1e3 * products:.2f}"
         rows.append((name, f"{N}, {words}", *cells))
-assert times["DeepSeek-V3", 8] > 4 * times["Mixtral 8x7B", 8] and times["DeepSeek-V3", 64] > 5
-head = ["model", "ranks", "bytes (MB)", "at the data sheet's rate (ms)", "its experts' products (ms)"]
+assert (
+    times["DeepSeek-V3", 8] > 4 * times["Mixtral 8x7B", 8]
+    and times["DeepSeek-V3", 64] > 5
+)
+head = [
+    "model",
+    "ranks",
+    "bytes (MB)",
+    "at the data sheet's rate (ms)",
+    "its experts' products (ms)",
+]
 show.table(rows, head)
 
 
@@ -594,38 +671,43 @@ show.table(rows, head)
 #
 # ### Who waits
 #
-# The experts' part of a step takes as long as on the rank with the most rows. `experts.wait` predicts how many times as long as with equal loads. Here a bias sends more and more tokens to rank 0's experts:
+# The experts' part of a step takes as long as on the rank with the most rows. `experts.load_slowdown` predicts how many times as long as with equal loads. Here a bias sends more and more tokens to rank 0's experts:
 
 # %%
-def busy(shifts, rounds=9):
+def time_experts(shifts, rounds=9):
     torch.manual_seed(0)
     layer = Experts(replace(SMALL, hidden=256, expert_ffn=1024)).to(ranks.device())
     layer = experts.ExpertParallel(layer, dist.group.WORLD)
-    x_BSH = normal(dist.get_rank(), 4, 64, 256).requires_grad_()
+    x_BSH = draw_normal(dist.get_rank(), 4, 64, 256).requires_grad_()
     loads, times = {}, {shift: [] for shift in shifts}
     for _ in range(rounds):
         for shift in shifts:
             layer.router.bias_E[:4] = shift  # rank 0's four
             dist.barrier()
             begin = time.process_time()  # stands still while a rank waits
-            with experts.watch(layer) as routed:
+            with experts.record_routing(layer) as routed:
                 layer(x_BSH).sum().backward()
             times[shift].append(time.process_time() - begin)
-            loads[shift] = experts.loads(routed, dist.group.WORLD)[0].tolist()
+            loads[shift] = experts.compute_loads(routed, dist.group.WORLD)[0].tolist()
     return loads, {shift: min(seconds) for shift, seconds in times.items()}
 
 
 # %% tags=["hide-input", "measured"]
 # Table: rows of the fullest rank and seconds that each rank computes
 SHIFTS = 0.0, 0.02, 0.05, 1.0
-found, rows = ranks.run(busy, 2, SHIFTS, device="cpu"), []  # CPU: times are gloo's
+found, rows = (
+    ranks.run(time_experts, 2, SHIFTS, device="cpu"),
+    [],
+)  # CPU: times are gloo's
 loads = found[0][0]
 for shift in SHIFTS:
     seconds = [times[shift] for _, times in found]
     longer = max(seconds) / max(times[0.0] for _, times in found)
     cells = [f"{1e3 * each:.0f}" for each in (*seconds, abs(seconds[0] - seconds[1]))]
-    predicted = experts.wait(loads[shift], 2)
-    rows.append((f"{sum(loads[shift][:4]):.0%}", *cells, f"{predicted:.2f}", f"{longer:.2f}"))
+    predicted = experts.load_slowdown(loads[shift], 2)
+    rows.append(
+        (f"{sum(loads[shift][:4]):.0%}", *cells, f"{predicted:.2f}", f"{longer:.2f}")
+    )
 show.check_timing(
     1.3 < longer < 2.4,
     "with all rows on one rank a step takes 1.3 to 2.4 times as long",
@@ -646,7 +728,7 @@ show.table(rows, [*head, "times as long as even, predicted", "measured"])
 # A product of few rows is slow for its arithmetic: all weights are read from memory, however few rows are multiplied by them.
 
 # %%
-def rate(rows_R):
+def measure_rate(rows_R):
     """Operations per second of an expert's three products on so many rows."""
     network = FeedForward(replace(SMALL, hidden=512), 1024)
     x_RH, times = torch.randn(rows_R, 512), []
@@ -661,7 +743,7 @@ def rate(rows_R):
 # Draws what an expert's products reach, by rows
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 # CPU: times are gloo's
-RATES = ranks.run(lambda: [rate(n) for n in SIZES], 1, device="cpu")[0]
+RATES = ranks.run(lambda: [measure_rate(n) for n in SIZES], 1, device="cpu")[0]
 show.check_timing(
     max(RATES) > 3 * RATES[0], "many rows reach three times the rate of one"
 )
@@ -679,7 +761,9 @@ show.figure(figure, alt, "experts-rows")
 # %%
 rows_needed = H100.flops / H100.memory_bandwidth  # operations a byte
 tokens = rows_needed * 256 / 8  # DeepSeek-V3: a token makes 8 rows, for 256 experts
-print(f"{rows_needed:.0f} rows of each expert, {tokens:,.0f} tokens for all ranks that share them")
+print(
+    f"{rows_needed:.0f} rows of each expert, {tokens:,.0f} tokens for all ranks that share them"
+)
 
 
 # %% [markdown]
@@ -708,28 +792,32 @@ def deepspeed_layer(layer, group):
     inner = theirs.deepspeed_moe
     inner.gate.wg.load_state_dict(layer.router.score.state_dict())
     for number, network in enumerate(inner.experts.deepspeed_experts):
-        network.load_state_dict(layer.experts[rank * E // group.size() + number].state_dict())
+        network.load_state_dict(
+            layer.experts[rank * E // group.size() + number].state_dict()
+        )
     return lambda x_BSH: theirs(x_BSH)[0]  # besides: its balancing loss, its counts
 
 
 # %% tags=["hide-input"]
 # Table: both layers, forward and backward: differences and bytes
-def beside():
+def compare_with_deepspeed():
     torch.manual_seed(0)
     layer, group = Experts(replace(SMALL, hidden=128)), dist.group.WORLD
     both = {
         "ours": experts.ExpertParallel(copy.deepcopy(layer), group),
         "DeepSpeed": deepspeed_layer(layer, group),
     }
-    x_BSH, found = normal(dist.get_rank(), 4, 32, 128).requires_grad_(), {}
+    x_BSH, found = draw_normal(dist.get_rank(), 4, 32, 128).requires_grad_(), {}
     for name, compute in both.items():
         x_BSH.grad = None
         with count.record_traffic() as sent:
             y_BSH = compute(x_BSH)
             y_BSH.square().sum().backward()
         found[name] = y_BSH.detach(), x_BSH.grad, sent.payload["all_to_all_single"]
-    counts = experts.core.Routed(layer.router, *layer.router(x_BSH)[:2]).count_E
-    dist.all_reduce(counts, dist.ReduceOp.MAX)  # DeepSpeed pads by the fullest of any rank
+    counts = experts.core.RoutingRecord(layer.router, *layer.router(x_BSH)[:2]).count_E
+    dist.all_reduce(
+        counts, dist.ReduceOp.MAX
+    )  # DeepSpeed pads by the fullest of any rank
     return found, int(counts.max())
 
 
@@ -737,15 +825,37 @@ de.prepare()
 rows = []
 for N in (2, 4):
     # CPU: DeepSpeed makes its gate there
-    results = ranks.run(beside, N, device="cpu", show=False)
-    off = max(apart(a, b) for found, _ in results for a, b in zip(found["ours"][:2], found["DeepSpeed"][:2]))
+    results = ranks.run(compare_with_deepspeed, N, device="cpu", show=False)
+    off = max(
+        max_difference(a, b)
+        for found, _ in results
+        for a, b in zip(found["ours"][:2], found["DeepSpeed"][:2])
+    )
     assert off < 1e-5  # float32
-    ours, theirs = (sum(found[name][2] for found, _ in results) for name in results[0][0])
-    padded = experts.padded(SMALL, 128, results[0][1])  # of a rank's 128 tokens
+    ours, theirs = (
+        sum(found[name][2] for found, _ in results) for name in results[0][0]
+    )
+    padded = experts.padding_factor(SMALL, 128, results[0][1])  # of a rank's 128 tokens
     sizes = N * 8 * 8  # of ours: eight bytes for each expert
     assert theirs == padded * (ours - sizes)
-    rows.append((N, "< 10⁻⁵", f"{ours:,}", f"{theirs:,}", f"{padded:.2f}", f"{theirs / ours:.2f}"))
-head = ["ranks", "results differ by", "ours (B)", "DeepSpeed (B)", "predicted ratio", "counted"]
+    rows.append(
+        (
+            N,
+            "< 10⁻⁵",
+            f"{ours:,}",
+            f"{theirs:,}",
+            f"{padded:.2f}",
+            f"{theirs / ours:.2f}",
+        )
+    )
+head = [
+    "ranks",
+    "results differ by",
+    "ours (B)",
+    "DeepSpeed (B)",
+    "predicted ratio",
+    "counted",
+]
 show.table(rows, head)
 
 
@@ -761,13 +871,13 @@ show.table(rows, head)
 # Again there are four ranks, and two copies of each expert. Three mistakes are possible: gradients of experts averaged over the two copies, as DDP around the experts would do; over all four ranks, as DDP around the whole model would do; or over none.
 
 # %%
-def wrong(way, steps=20):
-    world, (group, copies) = dist.group.WORLD, pairs()
-    model = experts.parallelize(plain(), group)
+def average_wrongly(way, steps=20):
+    world, (group, copies) = dist.group.WORLD, name_parameters()
+    model = experts.parallelize(build_model(), group)
     own = experts.own_parameters(model)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     for step in range(steps):
-        tokens, targets = (mine(x) for x in batch(step))
+        tokens, targets = (take_shard(x) for x in make_batch(step))
         optimizer.zero_grad()
         value = loss(model(tokens), targets)
         value.backward()
@@ -791,11 +901,13 @@ def wrong(way, steps=20):
 # Table: what each mistake does to norms, loss and copies
 rows, traces = [], {}
 for way in ("right", "over two copies", "over all four", "over nobody"):
-    found = ranks.run(wrong, 4, way)
+    found = ranks.run(average_wrongly, 4, way)
     norms, values, weights = zip(*found, strict=True)
     same = weights[0].equal(weights[2]) and weights[1].equal(weights[3])
     traces[way] = norms, values[0], same
-    cells = [f"{norm / traces['right'][0][rank]:.2f}" for rank, norm in enumerate(norms[:2])]
+    cells = [
+        f"{norm / traces['right'][0][rank]:.2f}" for rank, norm in enumerate(norms[:2])
+    ]
     rows.append((way, *cells, f"{values[0]:.3f}", "equal" if same else "differ"))
     if way == "over two copies":
         assert all(abs(a / b - 2) < 1e-4 for a, b in zip(norms, traces["right"][0]))
@@ -803,7 +915,12 @@ for way in ("right", "over two copies", "over all four", "over nobody"):
         assert norms[0] == norms[1] == norms[2] == norms[3]
     assert same == (way != "over nobody")
     assert abs(values[0] - traces["right"][1]) < 0.1
-head = ["experts averaged", "norm of rank 0's, times right", "of rank 1's", "loss after 20 steps"]
+head = [
+    "experts averaged",
+    "norm of rank 0's, times right",
+    "of rank 1's",
+    "loss after 20 steps",
+]
 show.table(rows, [*head, "copies of an expert"])
 
 
@@ -818,15 +935,17 @@ show.table(rows, [*head, "copies of an expert"])
 # Rank 1 has no tokens in this step, since its part of the data has ended, and does not call the layer.
 
 # %%
-def skips():
-    model = experts.parallelize(plain(), dist.group.WORLD)
-    tokens = mine(batch(0)[0])
+def skip_exchange():
+    model = experts.parallelize(build_model(), dist.group.WORLD)
+    tokens = take_shard(make_batch(0)[0])
     if dist.get_rank() != 1:
         model(tokens)
 
 
 try:
-    ranks.run(skips, 4, device="cpu", timeout=5)  # CPU: gloo, whose ranks can be asked
+    ranks.run(
+        skip_exchange, 4, device="cpu", timeout=5
+    )  # CPU: gloo, whose ranks can be asked
 except ranks.RankError as error:
     print(error)
     assert error.ranks == [1]
@@ -838,7 +957,7 @@ except ranks.RankError as error:
 #
 # | what one sees | what it is |
 # |---|---|
-# | one rank computes, the others wait in all-to-all | collapse, or text that one expert is chosen for: look at `experts.loads` |
+# | one rank computes, the others wait in all-to-all | collapse, or text that one expert is chosen for: look at `experts.compute_loads` |
 # | memory runs out on one rank, in some step | dropless, and most tokens chose its experts |
 # | a jump in the norm of gradients when experts come over more ranks | averaged over the copies alone |
 # | norms of experts' gradients are equal on all ranks | averaged over different experts |
@@ -973,7 +1092,7 @@ check(my_admit)
 # :label: ex-experts-exchange
 # ```
 #
-# Return what `experts.exchange` returns in forward. The rows of `x_RH` are in the order of the ranks that they go to, `sent[j]` of them for rank `j`; `received[i]` rows come from rank `i`. The course's `collectives.all_to_all(outputs, inputs, group)` takes lists of tensors of any sizes.
+# Return what `experts.exchange_rows` returns in forward. The rows of `x_RH` are in the order of the ranks that they go to, `sent[j]` of them for rank `j`; `received[i]` rows come from rank `i`. The course's `collectives.all_to_all(outputs, inputs, group)` takes lists of tensors of any sizes.
 
 # %%
 def my_exchange(x_RH, sent, received, group):
@@ -1092,7 +1211,7 @@ check(my_balancing)
 # :label: ex-experts-ranks
 # ```
 #
-# Return the smallest number of ranks to share the experts of `config`: it divides `config.experts`; the model states of a rank, 16 bytes for each of `experts.held(config, ranks)`, take at most `limit` bytes; and each expert gets `rows` rows or more, where each rank brings `tokens` tokens and choices are even. `None` if there is none.
+# Return the smallest number of ranks to share the experts of `config`: it divides `config.experts`; the model states of a rank, 16 bytes for each of `experts.count_held_parameters(config, ranks)`, take at most `limit` bytes; and each expert gets `rows` rows or more, where each rank brings `tokens` tokens and choices are even. `None` if there is none.
 
 # %%
 def my_expert_ranks(config, tokens, limit, rows):
@@ -1116,7 +1235,10 @@ check(my_expert_ranks)
 # %%
 def my_expert_ranks(config, tokens, limit, rows):
     for size in range(1, config.experts + 1):
-        if config.experts % size or 16 * experts.held(config, size) > limit:
+        if (
+            config.experts % size
+            or 16 * experts.count_held_parameters(config, size) > limit
+        ):
             continue
         if tokens * size * config.experts_per_token / config.experts >= rows:
             return size

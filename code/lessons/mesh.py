@@ -425,11 +425,11 @@ def run_faulty_step(fault, sizes=(3, 1)):
     """A step with a fault in it: how far each gradient is off, in parts of its own norm."""
     job = make_parallel(replace(EIGHT, zero=1, sequence_parallel=True, microbatches=1))
     if fault == "the twins do not meet":
-        job.pipeline.twin = None
+        job.pipeline.tied_parameter = None
     elif fault == "norms are not summed":
         job.partial_grads = set()
     elif fault == "copies weigh the same":
-        job.pipeline.passes.loss = lambda x, y: tp.loss(x, y, job.groups.tp)
+        job.pipeline.passes.loss = lambda x, y: tp.vocab_parallel_loss(x, y, job.groups.tp)
     tokens, targets = load_batch(SMALL, 4, 0)
     copy = dist.get_rank(job.groups.dp)
     job.step(tokens.split(sizes)[copy], targets.split(sizes)[copy])

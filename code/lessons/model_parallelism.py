@@ -560,7 +560,7 @@ def everything_cut():
     for step in range(STEPS):
         tokens, targets = batch(step)
         optimizer.zero_grad()
-        value = tp.loss(model(tokens), targets, dist.group.WORLD)
+        value = tp.vocab_parallel_loss(model(tokens), targets, dist.group.WORLD)
         value.backward()
         optimizer.step()
         losses.append(value.item())
@@ -683,7 +683,7 @@ ring, stream = (
 ffn = memory.parameters(SHAPE)["ffn"]
 stage = max(sum(memory.parameters(SHAPE, Layout(pp=4), s).values()) for s in range(4))
 cut = 16 * sum(memory.parameters(SHAPE, Layout(tp=4)).values())
-handed = sum(tp.predicted_sent(SHAPE, 4, BATCH, SHAPE.seq).values())
+handed = sum(tp.predict_sent_bytes(SHAPE, 4, BATCH, SHAPE.seq).values())
 PREDICTED = {  # bytes of states, bytes sent in a step
     "data parallel": (16 * P, ring * 4 * P),
     "data parallel, buckets": (
@@ -693,7 +693,7 @@ PREDICTED = {  # bytes of states, bytes sent in a step
     "naive pipeline": (16 * stage, 2 * stream),
     "pipeline": (16 * stage, 2 * stream),
     "tensor parallel, feed-forward alone": (16 * (P - ffn * 3 // 4), 8 * ring * stream),
-    "tensor parallel": (cut, tp.on_wire(handed, 4)),
+    "tensor parallel": (cut, tp.bytes_on_wire(handed, 4)),
     "ZeRO-2": (7 * P, ring * 4 * P),
     "ZeRO-3": (4 * P, None),  # below: between those of stage 2 and 1.5 times as many
 }

@@ -60,7 +60,7 @@ from shardlab import (
 )
 from shardlab.common import show, text
 from shardlab.gpt.model import GPT, Config, loss
-from shardlab.sequence_parallel import ALONG_SEQUENCE
+from shardlab.sequence_parallel import SEQUENCE_SHARDED
 from shardlab.tensor_parallel import copy_to, reduce_from
 from shardtools import parity
 from shardtools.parity import comparison, core, cross_rank, hooks, noise, rounding
@@ -502,7 +502,7 @@ def parallelize_model(model, **more):
 
 
 def compute_parallel_loss(logits, targets):
-    return tensor_parallel.loss(logits, targets, get_world())
+    return tensor_parallel.vocab_parallel_loss(logits, targets, get_world())
 
 
 def clip_gradients(model):
@@ -652,7 +652,7 @@ def add_dropout(model, seeds=None, comma=True):
 # Runs all of them, right and wrong, in one start of two ranks
 COPIES = {"take_part": take_share, "after_backward": average_gradients}
 CUT = {"wrap": parallelize_model, "loss_fn": compute_parallel_loss}
-ALONG = CUT | {"wrap": partial(parallelize_model, edges=ALONG_SEQUENCE)}
+ALONG = CUT | {"wrap": partial(parallelize_model, edges=SEQUENCE_SHARDED)}
 SPARSE = {"config": replace(SMALL, experts=4, expert_ffn=24), "wrap": scale_experts}
 EXPERTS = SPARSE | {"wrap": parallelize_experts, "take_part": take_share}
 HEADS = CUT | {"wrap": parallelize_head_norms}

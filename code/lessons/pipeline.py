@@ -63,22 +63,24 @@ show.set_style()
 SHAPE = Config(seq=64, layers=8, heads=2, hidden=64, tied=False)
 
 
-def plain(shape=SHAPE, device=None):
+def build_model(shape=SHAPE, device=None):
     """The same GPT at every call, whole; on the rank's device, or on another."""
     torch.manual_seed(0)
     return GPT(shape).to(device or ranks.device())
 
 
-def batch(size, step=0, seq=64):
+def make_batch(size, step=0, seq=64):
     """`size` windows of text: tokens, targets: [size, seq]."""
     tokens, targets = text.get_batch(seq, size, start=step * size)
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 
-def staged(name, microbatches, model=None, chunks=None, **options):
+def make_pipeline(name, microbatches, model=None, chunks=None, **options):
     """This rank's stage of the course's pipeline over all ranks."""
-    schedule = pipeline.schedule(name, dist.get_world_size(), microbatches, chunks)
-    return pipeline.distribute(model or plain(), schedule, dist.group.WORLD, **options)
+    schedule = pipeline.make_schedule(name, dist.get_world_size(), microbatches, chunks)
+    return pipeline.distribute_model(
+        model or build_model(), schedule, dist.group.WORLD, **options
+    )
 
 
 # %% [markdown]
@@ -103,7 +105,7 @@ class Stage:
     def forward(self, tokens, targets):
         x = tokens
         if self.me > 0:
-            x = torch.empty(self.part.between(tokens)[0], device=tokens.device)
+            x = torch.empty(self.part.message_spec(tokens)[0], device=tokens.device)
             ranks.irecv(x, self.me - 1, self.down).wait()
             x.requires_grad_()
         out = self.part(x)
@@ -123,18 +125,18 @@ class Stage:
 
 
 # %% [markdown]
-# Sends are begun, and waited for at the end of the step. `pipeline.cut` divides the blocks among the stages.
+# Sends are begun, and waited for at the end of the step. `pipeline.split_model` divides the blocks among the stages.
 # A training step is then an *order* of forwards and backwards over $m$ pieces of the batch, the *micro-batches*.
-# `between` gives the shape of a message, $[b, S, h]$: a micro-batch's $b$ sequences of $S$ tokens, each with $h$ numbers, the hidden size.
+# `message_spec` gives the shape of a message, $[b, S, h]$: a micro-batch's $b$ sequences of $S$ tokens, each with $h$ numbers, the hidden size.
 # The simplest order takes one micro-batch after the other, as gradient accumulation does; with $m = 1$ the piece is the whole batch.
 
 # %%
-def in_a_loop(stage, pieces):
+def loop_over_pieces(stage, pieces):
     for piece in pieces:
         stage.backward(*stage.forward(*piece))
 
 
-def step(order, stage, tokens, targets):
+def run_step(order, stage, tokens, targets):
     """A training step on a rank: its micro-batches, in this order."""
     pieces = zip(tokens.chunk(stage.m), targets.chunk(stage.m), strict=True)
     order(stage, list(pieces))
@@ -142,13 +144,13 @@ def step(order, stage, tokens, targets):
         message.wait()
 
 
-def train(order, m):
-    part = pipeline.cut(plain(), dist.get_world_size())[dist.get_rank()]
-    step(order, Stage(part, m), *batch(8))
+def train_step(order, m):
+    part = pipeline.split_model(build_model(), dist.get_world_size())[dist.get_rank()]
+    run_step(order, Stage(part, m), *make_batch(8))
     return {name: p.grad for name, p in part.named_parameters()}
 
 
-gradients = ranks.run(train, 4, in_a_loop, 1)
+gradients = ranks.run(train_step, 4, loop_over_pieces, 1)
 print("parameters on each rank:", [len(found) for found in gradients])
 
 # %% [markdown]
@@ -162,13 +164,13 @@ EXACT = ranks.choose_backend(4)[1] == "cpu"  # a GPU's kernels may add in anothe
 
 def alone(m):
     """On one rank: gradients of the whole model, micro-batch after micro-batch."""
-    model, (tokens, targets) = plain(), batch(8)
+    model, (tokens, targets) = build_model(), make_batch(8)
     for x, y in zip(tokens.chunk(m), targets.chunk(m), strict=True):
         (loss(model(x), y) / m).backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def apart_from_one_process(gradients, m):
+def compare_with_one_process(gradients, m):
     """The largest difference of what the ranks have, each of its own part."""
     want, found = ranks.run(alone, 1, m)[0], {}
     for mine in gradients:
@@ -180,8 +182,8 @@ def apart_from_one_process(gradients, m):
 
 
 for m in (1, 4):
-    gradients = ranks.run(train, 4, in_a_loop, m)
-    apart = apart_from_one_process(gradients, m)
+    gradients = ranks.run(train_step, 4, loop_over_pieces, m)
+    apart = compare_with_one_process(gradients, m)
     print(f"m = {m}: gradients differ from one process by {apart}")
 
 # %% [markdown]
@@ -227,15 +229,15 @@ for m in (1, 4):
 # Draws a measured step, and says which fraction of it a stage works
 
 
-def naive(microbatches):
-    mine = staged("naive", microbatches, record=True)
+def run_naive(microbatches):
+    mine = make_pipeline("naive", microbatches, record=True)
     for _ in range(3):
-        mine.step(*batch(8))
-    return mine.timeline()
+        mine.step(*make_batch(8))
+    return mine.gather_timeline()
 
 
 # CPU: times are gloo's
-at_once, looped = (ranks.run(naive, 4, m, device="cpu")[0] for m in (1, 4))
+at_once, looped = (ranks.run(run_naive, 4, m, device="cpu")[0] for m in (1, 4))
 busy = {m: 1 - timeline.bubble for m, timeline in ((1, at_once), (4, looped))}
 # One at a time is 25 % at most. What is missing are messages and a busy machine.
 assert max(busy.values()) < 0.26, busy
@@ -243,7 +245,7 @@ show.check_timing(min(busy.values()) > 0.05, "a stage works 5 to 25 % of the ste
 print(f"a stage works {100 * busy[1]:.0f} % of the step with the batch at once,")
 print(f"and {100 * busy[4]:.0f} % with four micro-batches in a loop")
 show.figure(
-    pipeline.draw(at_once, label="time (s)"),
+    pipeline.draw_timelines(at_once, label="time (s)"),
     "A measured training step of four stages: forward goes down the stages one after "
     "the other, backward comes up again, and at each moment one stage works.",
     "pipeline_measured_naive",
@@ -268,7 +270,7 @@ def gpipe(stage, pieces):
         stage.backward(x, out)
 
 
-gradients = ranks.run(train, 4, gpipe, 8)
+gradients = ranks.run(train_step, 4, gpipe, 8)
 
 # %% [markdown]
 # How long is its bubble? With $f$ seconds for a forward and $g$ for a backward, a stage works for $m(f + g)$ seconds.
@@ -293,26 +295,26 @@ gradients = ranks.run(train, 4, gpipe, 8)
 UNIT = 0.02  # seconds for each of forward, backward of the input, of the weights
 
 
-def plain_seconds(order, m, wire=None):
+def time_plain_step(order, m, wire=None):
     """On a rank whose part sleeps: the shorter of two steps of the plain pipeline."""
     found = []
-    part, data = pipeline.Sleeping(UNIT, UNIT, UNIT), torch.zeros(m, 1)
+    part, data = pipeline.SleepingPart(UNIT, UNIT, UNIT), torch.zeros(m, 1)
     for _ in range(2):
         stage = Stage(part, m, lambda y, targets: y.mean())
         if wire is not None:
             stage.down = stage.up = link.create_slow_group(*wire)
         dist.barrier()
         begin = time.perf_counter()
-        step(order, stage, data, data)
+        run_step(order, stage, data, data)
         dist.barrier()
         found.append(time.perf_counter() - begin)
     return min(found)
 
 
-apart = apart_from_one_process(gradients, 8)
+apart = compare_with_one_process(gradients, 8)
 print("gradients differ from one process by", apart)
 # CPU: what sleeps needs no GPU
-seconds = ranks.run(plain_seconds, 4, gpipe, 4, device="cpu")[0]
+seconds = ranks.run(time_plain_step, 4, gpipe, 4, device="cpu")[0]
 busy = 4 * 3 * UNIT / seconds
 print(f"busy: claimed 75 %, predicted {400 / 7:.0f} %, measured {100 * busy:.0f} %")
 show.check_timing(abs(busy - 4 / 7) < 0.1, "busy for 4/7 of the step, within 10 points")
@@ -339,7 +341,7 @@ def one_f_one_b(stage, pieces):
         stage.backward(*kept.popleft())
 
 
-gradients = ranks.run(train, 4, one_f_one_b, 8)
+gradients = ranks.run(train_step, 4, one_f_one_b, 8)
 
 # %% [markdown]
 # Here it is, with the passes of each step in a thick outline:
@@ -389,28 +391,28 @@ gradients = ranks.run(train, 4, one_f_one_b, 8)
 # Table: the three orders, what they hold and how long they take
 
 
-def plain_peak(order, m):
+def measure_plain_peak(order, m):
     """On a rank: bytes held at the peak of a plain step, beyond weights and batch."""
-    part = pipeline.cut(plain(), dist.get_world_size())[dist.get_rank()]
-    tokens, targets = batch(8)
+    part = pipeline.split_model(build_model(), dist.get_world_size())[dist.get_rank()]
+    tokens, targets = make_batch(8)
     with count.track_memory(part, tokens, targets) as held:
         before = held.current_bytes
-        step(order, Stage(part, m), tokens, targets)
+        run_step(order, Stage(part, m), tokens, targets)
     return held.peak_bytes - before
 
 
 m, p, rows, first = 8, 4, [], {}
 cases = [  # name, order, slots of f + g, micro-batches kept by stages 0 and 3
-    ("in a loop", in_a_loop, p * m, 1, 1),
+    ("in a loop", loop_over_pieces, p * m, 1, 1),
     ("GPipe", gpipe, m + p - 1, m, m),
     ("1F1B", one_f_one_b, m + p - 1, p, 1),
 ]
 for name, order, slots, *kept in cases:
-    apart_from_one_process(ranks.run(train, 4, order, m), m)  # it asserts
+    compare_with_one_process(ranks.run(train_step, 4, order, m), m)  # it asserts
     # CPU: bytes held by CPU kernels
-    peaks = ranks.run(plain_peak, 4, order, m, device="cpu")
+    peaks = ranks.run(measure_plain_peak, 4, order, m, device="cpu")
     # CPU: what sleeps needs no GPU
-    seconds = ranks.run(plain_seconds, 4, order, m, device="cpu")[0]
+    seconds = ranks.run(time_plain_step, 4, order, m, device="cpu")[0]
     first[order] = peaks[0]
     predicted = 3 * UNIT * slots
     off = seconds / predicted - 1  # sleeps end late
@@ -420,10 +422,12 @@ for name, order, slots, *kept in cases:
     held = [f"{peaks[stage] / 1e6:.1f}" for stage in (0, 3)]
     times = [f"{1e3 * t:.0f}" for t in (predicted, seconds)]
     rows.append((name, kept[0], held[0], kept[1], held[1], *times))
-assert first[in_a_loop] < first[one_f_one_b] < first[gpipe]
+assert first[loop_over_pieces] < first[one_f_one_b] < first[gpipe]
 head = ["order", "stage 0 keeps", "holds (MB)", "stage 3 keeps", "holds (MB)"]
 head += ["step: predicted (ms)", "measured (ms)"]
-show.table(rows, head, caption="What a stage keeps, in micro-batches, and what it holds")
+show.table(
+    rows, head, caption="What a stage keeps, in micro-batches, and what it holds"
+)
 
 # %% [markdown]
 # GPipe and 1F1B idle equally long: the same pipeline is filled and drained. What 1F1B buys is room for a larger $m$, and *that* makes the bubble smaller.
@@ -435,13 +439,13 @@ show.table(rows, head, caption="What a stage keeps, in micro-batches, and what i
 # The plain orders call `forward` and `backward`. The module writes the same loops into a list instead: `F2` is the forward of micro-batch 2, `B2` its backward.
 
 # %%
-show.source(pipeline.gpipe, pipeline.one_f_one_b)
+show.source(pipeline.schedule_gpipe, pipeline.schedule_1f1b)
 
 # %% [markdown]
 # There is one list for each stage:
 
 # %%
-print(pipeline.schedule("1f1b", 4, 6))
+print(pipeline.make_schedule("1f1b", 4, 6))
 
 # %% [markdown]
 # A list can be judged, simulated and drawn before anything runs, and one executor runs them all. What follows are more lists.
@@ -474,7 +478,7 @@ print(pipeline.schedule("1f1b", 4, 6))
 # Three kinds of passes are easier to write in steps than in loops: in every step a stage does one pass of each kind, and each kind begins at a step of its own. The interleaved schedule is made in the same way.
 
 # %%
-show.source(pipeline.zb_h1, pipeline.schedules.in_steps)
+show.source(pipeline.schedule_zb_h1, pipeline.schedules.order_in_steps)
 
 # %% [markdown]
 # Autograd computes both products at once. This function, put in the place of each `nn.Linear` of a stage, returns the first and leaves the second for later. (LayerNorms and embeddings compute both at once as before: theirs are cheap.)
@@ -508,7 +512,7 @@ idle = {"naive": (p - 1) * 3 * m, "gpipe": (p - 1) * 3, "1f1b": (p - 1) * 3}  # 
 idle |= {"interleaved": (p - 1) * 3 / v, "zb-h1": p - 1, "zb-h2": 0, "zb-v": 0}
 rows = []
 for name, lost in idle.items():
-    schedule = pipeline.schedule(name, p, m)
+    schedule = pipeline.make_schedule(name, p, m)
     pipeline.validate(schedule)
     timeline = pipeline.simulate(schedule)  # F = I = W = 1
     predicted = lost / (3 * m + lost)
@@ -517,7 +521,9 @@ for name, lost in idle.items():
     together = 1 - 3 * m / (max(ends) - min(stage[0].begin for stage in timeline.spans))
     sends = sum(action.kind in ("SF", "SB") for action in schedule.actions[1])
     held = " ".join(f"{most:g}" for most in timeline.peak_activations)
-    bubbles = (f"{100 * fraction:.1f}" for fraction in (predicted, timeline.bubble, together))
+    bubbles = (
+        f"{100 * fraction:.1f}" for fraction in (predicted, timeline.bubble, together)
+    )
     rows.append((name, *bubbles, held, sends))
 head = ["schedule", "bubble: formula (%)", "simulated (%)", "if all end together (%)"]
 show.table(rows, [*head, "held", "messages sent by stage 1"])
@@ -547,7 +553,9 @@ print("published and ours, for 1F1B, for ZB-H1, for ZB-H2")
 for p, m, times, rates in PUBLISHED:
     found = []
     for name, rate in zip(("1f1b", "zb-h1", "zb-h2"), rates, strict=True):
-        found.append(pipeline.simulate(pipeline.schedule(name, p, m), *times).bubble)
+        found.append(
+            pipeline.simulate(pipeline.make_schedule(name, p, m), *times).bubble
+        )
         assert round(found[-1], 4) == rate, (name, p, m, found)
     shown = "   ".join(
         f"{rate:.4f} {ours:.4f}" for rate, ours in zip(rates, found, strict=True)
@@ -577,9 +585,11 @@ for p, m, times, rates in PUBLISHED:
 # The plain stage begins its sends and goes on. Suppose sends waited until they are received, as `dist.send` may:
 
 # %%
-late = pipeline.gpipe(2, 2), pipeline.one_f_one_b(2, 2)
+late = pipeline.schedule_gpipe(2, 2), pipeline.schedule_1f1b(2, 2)
 for schedule in late:
-    waiting = replace(schedule, given=pipeline.with_messages(schedule, early=False))
+    waiting = replace(
+        schedule, explicit_actions=pipeline.add_messages(schedule, early=False)
+    )
     try:
         pipeline.validate(waiting, blocking=True)
         print(schedule.name, "ends")
@@ -624,7 +634,7 @@ print(*ranks.run(swap_with_both, 4))
 # Where a stage's list posts its messages decides how fast the pipeline is, and whether it ends at all.
 
 # %%
-print(*pipeline.schedule("1f1b", 4, 4).actions[1])
+print(*pipeline.make_schedule("1f1b", 4, 4).actions[1])
 
 # %% [markdown]
 # `RF1` posts the receive of the activations that `F1` needs, `SF0` sends what `F0` made; `RB` and `SB` are the same for gradients. None of them waits: the pass that needs a message waits for it.
@@ -635,13 +645,13 @@ print(*pipeline.schedule("1f1b", 4, 4).actions[1])
 # Only the order says which receive a message belongs to: nccl ignores tags. So between two stages receives are posted in the order of the sends.
 
 # %%
-show.source(pipeline.with_messages)
+show.source(pipeline.add_messages)
 
 # %% [markdown]
 # The executor is one loop over the list, and waits in one place.
 
 # %%
-show.source(core.Pipeline.step, core.Pipeline._begin, core.Pipeline._end)
+show.source(core.Pipeline.step, core.Pipeline._begin_step, core.Pipeline._end_step)
 
 # %% [markdown]
 # Its passes are those of the plain stage. Three things are new: an output that has been sent is freed, since backward needs its place in autograd's graph and not its numbers;
@@ -649,7 +659,7 @@ show.source(core.Pipeline.step, core.Pipeline._begin, core.Pipeline._end)
 # and a backward may leave the weights' gradients for later.
 
 # %%
-show.source(core.Passes)
+show.source(core.StagePasses)
 
 # %% [markdown]
 # Messages stand in one table, each under its action: first `POSTED`, then `RECEIVED`; or first `MADE`, then `SENT`. Sent activations are freed, too, once their gradient has come back: then they have certainly arrived.
@@ -657,19 +667,21 @@ show.source(core.Passes)
 # %%
 show.source(
     core.Message,
-    core.Mail.begin,
-    core.Mail.post,
-    core.Mail.wait,
-    core.Mail.hand,
-    core.Mail.send,
-    core.come,
+    core.Mailbox.begin_step,
+    core.Mailbox.post_receive,
+    core.Mailbox.wait_for_input,
+    core.Mailbox.store_output,
+    core.Mailbox.start_send,
+    core.find_arrived_sends,
 )
 
 # %% [markdown]
 # Connections come last. nccl connects a pair of ranks at their first message, and both wait until the connection is made. So a pipeline makes all of them before it begins, in one order for all ranks. Two stages that share a tied weight exchange its gradients, the lower one sending first: they may be any two, so parity would not do.
 
 # %%
-show.source(core.way_back, core.Mail._connect, core.Mail.exchange)
+show.source(
+    core.get_reverse_group, core.Mailbox._connect_peers, core.Mailbox.exchange_with
+)
 
 # %% [markdown]
 # What this gains over the plain stage, in the same two schedules: bytes at the peak on stage 0, and the time of a step of sleeping stages, over a link on which a message takes half as long as a forward.
@@ -680,19 +692,21 @@ show.source(core.way_back, core.Mail._connect, core.Mail.exchange)
 HOP = UNIT / 2  # seconds; the link has latency, and ample bandwidth
 
 
-def core_peak(name, m):
+def measure_core_peak(name, m):
     """The same for a step of the core."""
-    mine, (tokens, targets) = staged(name, m), batch(8)
+    mine, (tokens, targets) = make_pipeline(name, m), make_batch(8)
     with count.track_memory(*mine.parts, tokens, targets) as held:
         before = held.current_bytes
         mine.step(tokens, targets)
     return held.peak_bytes - before
 
 
-def core_seconds(name, m):
+def time_core_step(name, m):
     """On a rank whose part sleeps: the shorter of two steps."""
-    schedule, found = pipeline.schedule(name, dist.get_world_size(), m), []
-    mine = pipeline.asleep(schedule, link.create_slow_group(HOP, 1e9), UNIT, UNIT, UNIT)
+    schedule, found = pipeline.make_schedule(name, dist.get_world_size(), m), []
+    mine = pipeline.make_sleeping_pipeline(
+        schedule, link.create_slow_group(HOP, 1e9), UNIT, UNIT, UNIT
+    )
     for _ in range(2):
         dist.barrier()
         begin = time.perf_counter()
@@ -705,13 +719,13 @@ def core_seconds(name, m):
 rows = []
 for order, name in ((gpipe, "gpipe"), (one_f_one_b, "1f1b")):
     # CPU: bytes held by CPU kernels
-    peak = ranks.run(core_peak, 4, name, 8, device="cpu")[0]
+    peak = ranks.run(measure_core_peak, 4, name, 8, device="cpu")[0]
     assert peak < first[order]
     seconds = [
         # CPU: what sleeps needs no GPU
-        ranks.run(plain_seconds, 4, order, 8, (HOP, 1e9), device="cpu")[0],
+        ranks.run(time_plain_step, 4, order, 8, (HOP, 1e9), device="cpu")[0],
         # CPU: what sleeps needs no GPU
-        ranks.run(core_seconds, 4, name, 8, device="cpu")[0],
+        ranks.run(time_core_step, 4, name, 8, device="cpu")[0],
     ]
     times = [f"{1e3 * t:.0f}" for t in seconds]
     rows.append((name, f"{first[order] / 1e6:.2f}", f"{peak / 1e6:.2f}", *times))
@@ -737,17 +751,18 @@ SMALL = replace(SHAPE, seq=16, hidden=32, bias=False)
 MICRO = (2, 4, 6)
 
 
-def one_process(shape, dtype, micro, at_once=False):
+def train_reference(shape, dtype, micro, at_once=False):
     """By m: losses, gradients of the last step, weights after five."""
     found = {}
     for m in micro:
-        model = plain(shape).to(dtype)
+        model = build_model(shape).to(dtype)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         losses = []
         for step in range(5):
             optimizer.zero_grad()
             pieces = [
-                x.tensor_split(1 if at_once else m) for x in batch(6, step, shape.seq)
+                x.tensor_split(1 if at_once else m)
+                for x in make_batch(6, step, shape.seq)
             ]
             total = 0.0
             for tokens, targets in zip(*pieces, strict=True):
@@ -762,15 +777,15 @@ def one_process(shape, dtype, micro, at_once=False):
     return found
 
 
-def differences(name, shape, dtype, reference):
+def compare_with_reference(name, shape, dtype, reference):
     """On a rank: by m, largest difference in gradients and in weights."""
     found = []
     for m, (losses, tensors) in reference.items():
-        mine = staged(name, m, plain(shape).to(dtype))
+        mine = make_pipeline(name, m, build_model(shape).to(dtype))
         optimizer = torch.optim.AdamW(mine.parameters(), lr=1e-3, fused=True)
         for step in range(5):
             optimizer.zero_grad()
-            value = mine.step(*batch(6, step, shape.seq))
+            value = mine.step(*make_batch(6, step, shape.seq))
             # float32, about 5
             assert value is None or abs(value.item() - losses[step]) < 1e-5
             optimizer.step()
@@ -784,25 +799,29 @@ def differences(name, shape, dtype, reference):
     return found
 
 
-def all_schedules(references):
+def compare_all_schedules(references):
     found = []
-    for name in pipeline.NAMES:
-        layers = pipeline.schedule(name, dist.get_world_size(), 1).parts
+    for name in pipeline.SCHEDULE_NAMES:
+        layers = pipeline.make_schedule(name, dist.get_world_size(), 1).parts
         shape = replace(SMALL, layers=layers)  # one block in each part
-        found.append(differences(name, shape, torch.float32, references[layers]))
+        found.append(
+            compare_with_reference(name, shape, torch.float32, references[layers])
+        )
     return found
 
 
 references = {}
 for layers in (4, 8):
     shape = replace(SMALL, layers=layers)
-    references[layers] = ranks.run(one_process, 1, shape, torch.float32, MICRO)[0]
+    references[layers] = ranks.run(train_reference, 1, shape, torch.float32, MICRO)[0]
 # [rank, schedule, m, gradients and weights]
-results = torch.tensor(ranks.run(all_schedules, 4, references))
+results = torch.tensor(ranks.run(compare_all_schedules, 4, references))
 assert results.max() == 0 or (not EXACT and results.max() < 1e-3), results.amax(0)
 for which, what in enumerate(("gradients", "weights")):
     apart = results[..., which].max().item()
-    print(f"{len(pipeline.NAMES)} schedules, m = 2, 4, 6: {what} differ by {apart:g}")
+    print(
+        f"{len(pipeline.SCHEDULE_NAMES)} schedules, m = 2, 4, 6: {what} differ by {apart:g}"
+    )
 
 # %% [markdown]
 # Every product has the same operands and every sum the same order ([the tests](../tests/test_pipeline.py) do it on 1 and 2 stages, too). In two cases the sums or products differ:
@@ -820,8 +839,8 @@ for case, tied, at_once in (
 ):
     for dtype, room in ((torch.float32, (1e-5, 1e-3)), (torch.float64, (1e-13, 1e-11))):
         shape = replace(shape, tied=tied)
-        reference = ranks.run(one_process, 1, shape, dtype, [4], at_once)[0]
-        found = ranks.run(differences, 4, "1f1b", shape, dtype, reference)
+        reference = ranks.run(train_reference, 1, shape, dtype, [4], at_once)[0]
+        found = ranks.run(compare_with_reference, 4, "1f1b", shape, dtype, reference)
         apart = [max(rank[0][which] for rank in found) for which in (0, 1)]
         # Gradients reach 1. AdamW divides by a gradient's size: where that is almost 0,
         # rounding decides which way a weight moves.
@@ -844,38 +863,40 @@ show.table(rows, ["1F1B on 4 stages", "type", "gradients", "weights after five s
 # Table: steps of sleeping stages, simulated and measured
 
 
-def sleeping_steps(names, microbatches, wire=None):
+def run_sleeping_steps(names, microbatches, wire=None):
     """On a rank: of each schedule, with stages that sleep, the shorter of two steps."""
     found = {}
     for name in names:
         group = link.create_slow_group(*wire) if wire else dist.group.WORLD
-        schedule = pipeline.schedule(name, dist.get_world_size(), microbatches)
-        mine = pipeline.asleep(schedule, group, UNIT, UNIT, UNIT, record=True)
+        schedule = pipeline.make_schedule(name, dist.get_world_size(), microbatches)
+        mine = pipeline.make_sleeping_pipeline(
+            schedule, group, UNIT, UNIT, UNIT, record=True
+        )
         steps = []
         for _ in range(2):
             mine.step(torch.zeros(microbatches, 1), torch.zeros(microbatches, 1))
-            steps.append(mine.timeline())
-        found[name] = min(steps, key=lambda timeline: timeline.cost)
+            steps.append(mine.gather_timeline())
+        found[name] = min(steps, key=lambda timeline: timeline.step_time)
     return found
 
 
 names = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 # CPU: what sleeps needs no GPU
-near = ranks.run(sleeping_steps, 4, names, 8, device="cpu")[0]
+near = ranks.run(run_sleeping_steps, 4, names, 8, device="cpu")[0]
 # CPU: what sleeps needs no GPU
-far = ranks.run(sleeping_steps, 4, names[:2], 8, (HOP, 1e9), device="cpu")[0]
+far = ranks.run(run_sleeping_steps, 4, names[:2], 8, (HOP, 1e9), device="cpu")[0]
 cases = [(0.0, timeline) for timeline in near.values()]
 cases += [(HOP, timeline) for timeline in far.values()]
 rows = []
 for hop, timeline in cases:
     name = timeline.schedule.name
     predicted = pipeline.simulate(timeline.schedule, UNIT, UNIT, UNIT, hop)
-    off = timeline.cost / predicted.cost - 1
+    off = timeline.step_time / predicted.step_time - 1
     # Some 30 sleeps in a row end late, and a busy machine delays messages.
     show.check_timing(
         -0.02 < off < 0.4, f"{name}: a step within 40 % of the prediction"
     )
-    cells = [f"{1e3 * t.cost:.0f}" for t in (predicted, timeline)]
+    cells = [f"{1e3 * t.step_time:.0f}" for t in (predicted, timeline)]
     bubbles = [f"{100 * t.bubble:.0f}" for t in (predicted, timeline)]
     rows.append((name, f"{1e3 * hop:.0f}", *cells, f"{100 * off:+.1f}", *bubbles))
 head = ["schedule", "hop (ms)", "predicted (ms)", "measured (ms)", "difference (%)"]
@@ -895,7 +916,9 @@ show.table(
 measured = near["interleaved"]
 simulated = pipeline.simulate(measured.schedule, UNIT, UNIT, UNIT)
 show.figure(
-    pipeline.draw([simulated, measured], ["simulated", "measured"], label="time (s)"),
+    pipeline.draw_timelines(
+        [simulated, measured], ["simulated", "measured"], label="time (s)"
+    ),
     "The interleaved schedule on four stages with eight micro-batches, simulated and "
     "measured: the same boxes in the same places, the measured ones a little longer.",
     "pipeline_measured",
@@ -908,13 +931,14 @@ show.figure(
 # A stage holds $1/p$ of the model states, give or take embedding and head. Its activations are what its layers keep for one micro-batch, times the micro-batches *in flight* (forward done, backward not), plus one layer's temporaries.
 
 # %%
-def predicted_peak(name, stage, m, again):
+def predict_peak(name, stage, m, again):
     """Bytes: what is kept, times those in flight; what backward of a layer needs."""
     recompute = "full" if again else "none"
     layout = Layout(pp=4, microbatches=4, recompute=recompute)
     one = memory.activations(WIDE, layout, precision="fp32", stage=stage)
     layers, ends = one.layer * one.layers, one.head + one.logits  # of a micro-batch
-    in_flight = pipeline.live(pipeline.schedule(name, 4, m))[stage]
+    schedule = pipeline.make_schedule(name, 4, m)
+    in_flight = pipeline.count_peak_activations(schedule)[stage]
     # Backward of a layer comes when that of head and loss is over. It makes a matrix's
     # gradient.
     backward = max(ends + one.loss, max(one.working.values()) + 4 * 4 * WIDE.hidden**2)
@@ -933,14 +957,14 @@ WIDE = Config(seq=64, layers=8, heads=4, hidden=128, tied=False)
 CASES = [("gpipe", False), ("1f1b", False), ("gpipe", True), ("1f1b", True)]
 
 
-def held_in_a_step(m):
+def measure_peaks(m):
     """On a rank, by case: bytes at the peak of a step, beyond weights and gradients."""
     found = []
     for name, again in CASES:
-        mine = staged(name, m, plain(WIDE), recompute=again)
+        mine = make_pipeline(name, m, build_model(WIDE), recompute=again)
         for parameter in mine.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        tokens, targets = batch(m)
+        tokens, targets = make_batch(m)
         with count.track_memory(*mine.parts, tokens, targets) as held:
             before = held.current_bytes
             mine.step(tokens, targets)
@@ -949,13 +973,13 @@ def held_in_a_step(m):
 
 
 # CPU: bytes held by CPU kernels
-by_rank = ranks.run(held_in_a_step, 4, 8, device="cpu")
+by_rank = ranks.run(measure_peaks, 4, 8, device="cpu")
 PEAKS = {case: [found[i] for found in by_rank] for i, case in enumerate(CASES)}
 rows = []
 for stage in range(4):
     cells = []
     for name in ("gpipe", "1f1b"):
-        want, got = predicted_peak(name, stage, 8, False), PEAKS[name, False][stage]
+        want, got = predict_peak(name, stage, 8, False), PEAKS[name, False][stage]
         near = abs(got / want - 1) < 0.06
         show.check_timing(near, f"{name}, stage {stage}: the peak within 6 %")
         cells += [
@@ -976,13 +1000,15 @@ show.table(rows, ["stage", *head], caption="Activations at the peak of a step, m
 
 rows = []
 for (name, again), peaks in PEAKS.items():
-    want, got = predicted_peak(name, 0, 8, again), peaks[0]
+    want, got = predict_peak(name, 0, 8, again), peaks[0]
     show.check_timing(abs(got / want - 1) < 0.06, f"{name}: the peak within 6 %")
     # With recomputation, the backward of the input begins with another forward.
-    step_ = pipeline.simulate(pipeline.schedule(name, 4, 8), 1, 2 if again else 1, 1)
+    step_ = pipeline.simulate(
+        pipeline.make_schedule(name, 4, 8), 1, 2 if again else 1, 1
+    )
     what = "each block again in backward" if again else "everything kept"
     sizes = f"{want / 1e6:.2f}", f"{got / 1e6:.2f}", f"{100 * (got / want - 1):+.1f}"
-    rows.append((name, what, *sizes, f"{step_.cost:g}"))
+    rows.append((name, what, *sizes, f"{step_.step_time:g}"))
 head = ["schedule", "activations", "predicted (MB)", "measured (MB)", "difference (%)"]
 show.table(rows, [*head, "step (forwards of a stage)"])
 
@@ -997,25 +1023,25 @@ show.table(rows, [*head, "step (forwards of a stage)"])
 # Table: messages and bytes that a stage sends, predicted and counted
 
 
-def traffic(cases):
+def count_traffic(cases):
     found = []
     for name, m in cases:
-        mine = staged(name, m, plain(WIDE))
+        mine = make_pipeline(name, m, build_model(WIDE))
         with count.record_traffic() as sent:
-            mine.step(*batch(8))
+            mine.step(*make_batch(8))
         found.append((sent.messages, sent.bytes))
     return found
 
 
 cases, rows = [("1f1b", 4), ("1f1b", 8), ("interleaved", 8), ("zb-v", 8)], []
 # CPU: counts the module's bytes
-found = ranks.run(traffic, 4, cases, device="cpu")[1]
+found = ranks.run(count_traffic, 4, cases, device="cpu")[1]
 for (name, m), (messages, size) in zip(cases, found, strict=True):
-    v = pipeline.schedule(name, 4, m).chunks
+    v = pipeline.make_schedule(name, 4, m).chunks
     predicted = 2 * v * 8 * 64 * WIDE.hidden * 4  # 2 v B S h elements of 4 bytes
     assert size == predicted and messages == 2 * v * m
     rows.append((name, m, messages, f"{predicted / 1e6:.3f}", f"{size / 1e6:.3f}"))
-P = sum(p.numel() for p in plain(WIDE, "cpu").parameters())
+P = sum(p.numel() for p in build_model(WIDE, "cpu").parameters())
 rows.append(("data parallel, 4 ranks", "-", "-", f"{2 * 3 / 4 * 4 * P / 1e6:.3f}", "-"))
 head = ["sent by stage 1 in a step", "m", "messages", "predicted (MB)", "counted (MB)"]
 show.table(rows, head, caption="Batch of 8 sequences of 64 tokens, h = 128")
@@ -1032,43 +1058,48 @@ sizes = memory.parameters(PRESETS["llama-3-8b"])
 layer = (sizes["attention"] + sizes["ffn"]) / 32
 HEAD = sizes["head"] / layer  # as many parameters, so much time
 costs = [1.0] * 31 + [1.0 + HEAD]
-print("the head costs", round(HEAD, 2), "layers:", pipeline.balance(costs, 4))
+print("the head costs", round(HEAD, 2), "layers:", pipeline.balance_layers(costs, 4))
 
 # %% [markdown]
-# `balance` finds the cut whose slowest part is fastest; an exercise below asks you for it. The table says what it gains, on stages that sleep for so long:
+# `balance_layers` finds the cut whose slowest part is fastest; an exercise below asks you for it. The table says what it gains, on stages that sleep for so long:
 
 # %% tags=["hide-input", "measured"]
 # Table: an even cut and a balanced one, simulated and measured
 
 
-def uneven_step(seconds):
+def time_uneven_step(seconds):
     """On a rank: the shorter of two steps of stages that sleep for unequal times."""
-    schedule = pipeline.schedule("1f1b", 4, 8)
-    mine = pipeline.asleep(schedule, dist.group.WORLD, *[seconds] * 3, record=True)
+    schedule = pipeline.make_schedule("1f1b", 4, 8)
+    mine = pipeline.make_sleeping_pipeline(
+        schedule, dist.group.WORLD, *[seconds] * 3, record=True
+    )
     steps = []
     for _ in range(2):
         mine.step(torch.zeros(8, 1), torch.zeros(8, 1))
-        steps.append(mine.timeline().cost)
+        steps.append(mine.gather_timeline().step_time)
     return min(steps)
 
 
-cuts = {"as many layers each": [8] * 4, "balance(costs, 4)": pipeline.balance(costs, 4)}
+cuts = {
+    "as many layers each": [8] * 4,
+    "balance_layers(costs, 4)": pipeline.balance_layers(costs, 4),
+}
 rows = []
 for what, layers in cuts.items():
     stages = [
         1e-3 * (n + HEAD * (i == 3)) for i, n in enumerate(layers)
     ]  # 1 ms a layer
     predicted = pipeline.simulate(
-        pipeline.schedule("1f1b", 4, 8), stages, stages, stages
+        pipeline.make_schedule("1f1b", 4, 8), stages, stages, stages
     )
     # CPU: what sleeps needs no GPU
-    measured = ranks.run(uneven_step, 4, stages, device="cpu")[0]
-    off = measured / predicted.cost - 1
+    measured = ranks.run(time_uneven_step, 4, stages, device="cpu")[0]
+    off = measured / predicted.step_time - 1
     show.check_timing(
         -0.02 < off < 0.4, f"{what}: a step within 40 % of the prediction"
     )
     times = [
-        f"{1e3 * predicted.cost:.0f}",
+        f"{1e3 * predicted.step_time:.0f}",
         f"{1e3 * measured:.0f}",
         f"{100 * off:+.1f}",
     ]
@@ -1107,7 +1138,8 @@ for p in (2, 4, 8, 16):
         "zb-v": "ZB-V",
     }
     found = [
-        pipeline.simulate(pipeline.schedule(name, p, 4 * p)).bubble for name in names
+        pipeline.simulate(pipeline.make_schedule(name, p, 4 * p)).bubble
+        for name in names
     ]
     assert abs(found[0] - (p - 1) / (5 * p - 1)) < 1e-12
     bubbles = zip(names.values(), found, strict=True)
@@ -1140,10 +1172,10 @@ if torch.__version__ < "2.13":  # it sends to itself there, which gloo cannot
     del TORCHS["zb-v"]
 
 
-def torchs(name, m, model, **options):
-    """Torch's pipeline around parts of `pipeline.cut`: a step, and this rank's parts."""
-    schedule = pipeline.schedule(name, dist.get_world_size(), m)
-    parts = pipeline.cut(model, schedule.parts)
+def make_torch_pipeline(name, m, model, **options):
+    """A step of torch's pipeline around our parts, and this rank's parts."""
+    schedule = pipeline.make_schedule(name, dist.get_world_size(), m)
+    parts = pipeline.split_model(model, schedule.parts)
     numbers = schedule.placement[dist.get_rank()]
     stages = [
         pipelining.PipelineStage(parts[i], i, schedule.parts, ranks.device())
@@ -1168,11 +1200,11 @@ def torchs(name, m, model, **options):
 # Table: gradients and seconds of ours beside torch's
 
 
-def side_by_side(names, rounds, m):
+def compare_with_torch(names, rounds, m):
     found = []
     for name in names:
-        ours = staged(name, m)
-        step, parts = torchs(name, m, plain())
+        ours = make_pipeline(name, m)
+        step, parts = make_torch_pipeline(name, m, build_model())
         pair = {"ours": (ours.step, ours), "torch's": (step, parts)}
         seconds = {who: [] for who in pair}
         for number in range(rounds + 1):
@@ -1182,7 +1214,7 @@ def side_by_side(names, rounds, m):
                     parameter.grad = None
                 dist.barrier()
                 begin = time.perf_counter()
-                run(*batch(4, number))
+                run(*make_batch(4, number))
                 seconds[who].append(time.perf_counter() - begin)
         pairs = zip(ours.parameters(), parts.parameters(), strict=True)
         apart = max((a.grad - b.grad).abs().max().item() for a, b in pairs)
@@ -1194,7 +1226,7 @@ def side_by_side(names, rounds, m):
 
 
 # CPU: times are gloo's
-results = ranks.run(side_by_side, 2, list(TORCHS), 7, 4, device="cpu")
+results = ranks.run(compare_with_torch, 2, list(TORCHS), 7, 4, device="cpu")
 rows = []
 for i, (name, theirs) in enumerate(TORCHS.items()):
     apart = max(result[i][0] for result in results)
@@ -1220,7 +1252,7 @@ show.table(rows, head, caption="Two ranks, loopback, m = 4")
 # |---|---|---|
 # | stage, rank | rank | stage |
 # | chunk (`part` in code) | stage (`stage_index`) | virtual stage, model chunk |
-# | `cut(model, parts)` | by hand, or traced: `pipeline(…)` | by layer number |
+# | `split_model(model, parts)` | by hand, or traced: `pipeline(…)` | by layer number |
 # | `1f1b` | `Schedule1F1B` | the default |
 # | `interleaved` | `ScheduleInterleaved1F1B` | with virtual stages |
 # | $m$ | `n_microbatches` | $B/(d \cdot b)$ |
@@ -1258,25 +1290,25 @@ assert gone and {"ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"} <= 
 # Trains DeepSpeed's pipeline with ZeRO stages 0, 1 and 2
 
 
-def deepspeeds(zero):
+def step_deepspeed(zero):
     """On a rank: the loss of a step of DeepSpeed's pipeline, or what it says."""
     settings = de.config(Layout(pp=2, microbatches=4))
     settings["zero_optimization"] = {"stage": zero}
     try:
-        engine = de.initialize(de.pipeline(plain(), 2), settings)
+        engine = de.initialize(de.pipeline(build_model(), 2), settings)
     except AssertionError as error:
         return str(error)
-    tokens, targets = batch(4)
+    tokens, targets = make_batch(4)
     return de.step(engine, list(zip(tokens.chunk(4), targets.chunk(4), strict=True)))
 
 
 de.prepare()
 with torch.no_grad():
     tokens, targets = text.get_batch(64, 4)
-    alone = loss(plain(device="cpu")(tokens), targets).item()
+    alone = loss(build_model(device="cpu")(tokens), targets).item()
 for zero in (0, 1, 2):
     # CPU: stages of a pipeline want a GPU each
-    found = ranks.run(deepspeeds, 2, zero, device="cpu")[0]
+    found = ranks.run(step_deepspeed, 2, zero, device="cpu")[0]
     trains = isinstance(found, float) and abs(found - alone) < 1e-5  # float32
     print(f"stage {zero}:", "trains, with the loss of one process" if trains else found)
     assert trains == (zero < 2)
@@ -1288,7 +1320,7 @@ for zero in (0, 1, 2):
 # When? Once, after the last micro-batch: the gradient of a step is the sum over all of them. The core does it at the end of `step`, with one all-reduce for each parameter:
 
 # %%
-show.source(core.Pipeline._end, average_gradients)
+show.source(core.Pipeline._end_step, average_gradients)
 
 # %% [markdown]
 # Two copies of a two-stage pipeline, held against one process:
@@ -1297,19 +1329,23 @@ show.source(core.Pipeline._end, average_gradients)
 # Holds two copies of two stages against one process
 
 
-def two_by_two(m):
+def compare_two_by_two(m):
     """On a rank: largest difference from one process, all-reduces, parameters."""
     rank = dist.get_rank()
     pipelines = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     copy_, stage = divmod(rank, 2)
-    schedule = pipeline.schedule("1f1b", 2, m)
+    schedule = pipeline.make_schedule("1f1b", 2, m)
     options = {"replicas": replicas[stage]}
-    mine = pipeline.distribute(plain(SMALL), schedule, pipelines[copy_], **options)
-    batches = [batch(8, step, SMALL.seq) for step in (0, 1)]  # a batch for each copy
+    mine = pipeline.distribute_model(
+        build_model(SMALL), schedule, pipelines[copy_], **options
+    )
+    batches = [
+        make_batch(8, step, SMALL.seq) for step in (0, 1)
+    ]  # a batch for each copy
     with count.record_traffic() as sent:
         mine.step(*batches[copy_])
-    alone = plain(SMALL)
+    alone = build_model(SMALL)
     for tokens, targets in batches:
         for x, y in zip(tokens.chunk(m), targets.chunk(m), strict=True):
             (loss(alone(x), y) / m / 2).backward()
@@ -1321,7 +1357,7 @@ def two_by_two(m):
 
 
 for m in (2, 8):
-    results = ranks.run(two_by_two, 4, m)
+    results = ranks.run(compare_two_by_two, 4, m)
     apart = max(result[0] for result in results)
     # float32: (a + b) + (c + d) beside ((a + b) + c) + d; gradients reach 1
     assert apart < 1e-5
@@ -1342,7 +1378,7 @@ for m in (2, 8):
 # Each list is right by itself. `validate` goes through both as ranks would:
 
 # %%
-mixed = pipeline.from_text("F0 B0 F1 B1", "F0 F1 B0 B1")
+mixed = pipeline.parse_schedule("F0 B0 F1 B1", "F0 F1 B0 B1")
 try:
     pipeline.validate(mixed)
 except ValueError as error:
@@ -1355,15 +1391,17 @@ except ValueError as error:
 # Runs the two schedules unchecked, until the timeout names who waits
 
 
-def unchecked(schedule):
-    mine = pipeline.distribute(plain(), schedule, dist.group.WORLD, check=False)
-    value = mine.step(*batch(2))
+def run_unchecked(schedule):
+    mine = pipeline.distribute_model(
+        build_model(), schedule, dist.group.WORLD, check=False
+    )
+    value = mine.step(*make_batch(2))
     return None if value is None else value.item()
 
 
 try:
     # CPU: gloo, whose ranks can be asked
-    ranks.run(unchecked, 2, mixed, timeout=5, device="cpu", own_processes=True)
+    ranks.run(run_unchecked, 2, mixed, timeout=5, device="cpu", own_processes=True)
 except ranks.RankError as error:
     print(error)
     assert error.ranks == [0, 1]
@@ -1378,9 +1416,9 @@ else:
 # Worse is what does not hang. Here stage 1 posts its first two receives in the wrong order. All sizes fit.
 
 # %%
-right = pipeline.gpipe(2, 2)
+right = pipeline.schedule_gpipe(2, 2)
 one, two, *others = right.actions[1]
-swapped = replace(right, given=(right.actions[0], (two, one, *others)))
+swapped = replace(right, explicit_actions=(right.actions[0], (two, one, *others)))
 print("stage 1:", *swapped.actions[1])
 
 # %% [markdown]
@@ -1391,7 +1429,7 @@ print("stage 1:", *swapped.actions[1])
 
 for schedule in (right, swapped):
     # CPU: gloo, as the run that hung
-    print(f"loss: {ranks.run(unchecked, 2, schedule, device='cpu')[1]:.4f}")
+    print(f"loss: {ranks.run(run_unchecked, 2, schedule, device='cpu')[1]:.4f}")
 try:
     pipeline.validate(swapped)
 except ValueError as error:
@@ -1409,8 +1447,8 @@ except ValueError as error:
 # Lets stage 2 raise, and prints whom the run names
 
 
-def raises():
-    mine = staged("1f1b", 4)
+def run_failing_stage():
+    mine = make_pipeline("1f1b", 4)
     passed = []
 
     def look(module, inputs):
@@ -1419,12 +1457,12 @@ def raises():
             raise FloatingPointError("micro-batch 2: activations are not finite")
 
     mine.parts[0].register_forward_pre_hook(look)
-    mine.step(*batch(8))
+    mine.step(*make_batch(8))
 
 
 try:
     # CPU: gloo, whose ranks can be asked
-    ranks.run(raises, 4, device="cpu")
+    ranks.run(run_failing_stage, 4, device="cpu")
 except ranks.RankError as error:
     print(error)
     assert error.ranks == [2]
@@ -1440,10 +1478,10 @@ else:
 # Compares gradients divided by torch, by nobody, and twice
 
 
-def norms(m):
+def compare_norms(m):
     """On a rank: the norm of this stage's gradients, in units of the right one."""
-    step = staged("gpipe", m)
-    step.step(*batch(8))
+    step = make_pipeline("gpipe", m)
+    step.step(*make_batch(8))
     right = sum(p.grad.square().sum() for p in step.parameters()).sqrt()
     found = {}
     ways = {"torch divides (default)": {}, "nobody divides": {"scale_grads": False}}
@@ -1451,15 +1489,15 @@ def norms(m):
         "loss_fn": lambda y, targets: loss(y, targets) / m
     }
     for name, options in ways.items():
-        run, parts = torchs("gpipe", m, plain(), **options)
-        run(*batch(8))
+        run, parts = make_torch_pipeline("gpipe", m, build_model(), **options)
+        run(*make_batch(8))
         norm = sum(p.grad.square().sum() for p in parts.parameters()).sqrt()
         found[name] = (norm / right).item()
     return found
 
 
 # CPU: stages of a pipeline want a GPU each
-found = ranks.run(norms, 2, 4, device="cpu")[0]
+found = ranks.run(compare_norms, 2, 4, device="cpu")[0]
 assert [round(ratio, 4) for ratio in found.values()] == [1, 4, 0.25]
 for name, ratio in found.items():
     print(f"{name}: the gradient's norm is {ratio:.2f} of the right one")

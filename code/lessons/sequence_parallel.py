@@ -54,19 +54,19 @@ SHAPE = Config(seq=256, layers=4, heads=8, hidden=128)
 SMALL = Config(seq=64, layers=2, heads=4, hidden=64)
 
 
-def plain(shape=SMALL, dtype=None):
+def build_model(shape=SMALL, dtype=None):
     """The same GPT at every call."""
     torch.manual_seed(0)
     return GPT(shape).to(ranks.device(), dtype)
 
 
-def batch(step=0, size=2, seq=SMALL.seq):
+def make_batch(step=0, size=2, seq=SMALL.seq):
     """The same windows of text on every rank: tokens, targets: [size, seq]."""
     tokens, targets = text.get_batch(seq, size, start=step * size)
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 
-def gap(a, b):
+def max_difference(a, b):
     """The largest difference between two tensors."""
     return (a - b).abs().max().item()
 
@@ -96,23 +96,25 @@ show.table(rows, head, caption="Llama 3 8B, one sequence of 8192 tokens, bfloat1
 #
 # ## What tensor parallelism leaves whole
 #
-# Four ranks train a small GPT with tensor parallelism. `kept` counts what forward leaves in memory for backward, on each of them.
+# Four ranks train a small GPT with tensor parallelism. `measure_kept` counts what forward leaves in memory for backward, on each of them.
 
 # %%
-def kept(edges, layers=SHAPE.layers):
+def measure_kept(edges, layers=SHAPE.layers):
     """Bytes that forward leaves for backward on this rank, in bfloat16."""
     shape, group = replace(SHAPE, layers=layers), dist.group.WORLD
-    model = tp.parallelize(plain(shape, torch.bfloat16), group, edges=edges)
-    tokens, targets = batch(seq=shape.seq)
+    model = tp.parallelize(build_model(shape, torch.bfloat16), group, edges=edges)
+    tokens, targets = make_batch(seq=shape.seq)
     with count.track_memory(model, tokens, targets) as held:
         before = held.current_bytes
-        value = tp.loss(model(tokens), targets, group)  # holds the graph
+        value = tp.vocab_parallel_loss(model(tokens), targets, group)  # holds the graph
         time.sleep(0.05)  # gloo's threads let go of a message a moment after it is over
         return held.current_bytes - before if value.isfinite() else None
 
 
 # CPU: bytes held by CPU kernels
-TENSOR = {t: ranks.run(kept, t, tp.REPLICATED, device="cpu")[0] for t in (1, 2, 4)}
+TENSOR = {
+    t: ranks.run(measure_kept, t, tp.REPLICATED, device="cpu")[0] for t in (1, 2, 4)
+}
 
 # %% [markdown]
 # ```{predict}
@@ -177,14 +179,14 @@ show.table(
 # This is all of sequence parallelism. In the names, `B` is the batch, `S` all tokens, `s` this rank's tokens, and `H` the hidden size:
 
 # %%
-def gather(x_BsH):
+def gather_sequence(x_BsH):
     """All ranks' tokens, [B, S, H], from this rank's."""
     parts = [torch.empty_like(x_BsH) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, x_BsH.contiguous())
     return torch.cat(parts, dim=1)
 
 
-def scatter(y_BSH):
+def scatter_sequence(y_BSH):
     """This rank's tokens, [B, s, H], of the sum of all ranks' y_BSH."""
     parts = [part.contiguous() for part in y_BSH.chunk(dist.get_world_size(), dim=1)]
     mine_BsH = torch.empty_like(parts[0])
@@ -195,21 +197,21 @@ def scatter(y_BSH):
 class Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_BsH):
-        return gather(x_BsH)
+        return gather_sequence(x_BsH)
 
     @staticmethod
     def backward(ctx, dx_BSH):
-        return scatter(dx_BSH)
+        return scatter_sequence(dx_BSH)
 
 
 class Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y_BSH):
-        return scatter(y_BSH)
+        return scatter_sequence(y_BSH)
 
     @staticmethod
     def backward(ctx, dy_BsH):
-        return gather(dy_BsH)
+        return gather_sequence(dy_BsH)
 
 
 # %% [markdown]
@@ -225,10 +227,10 @@ def half_block(x_BsH, norm, up_HF, down_FH):
     return x_BsH + Leave.apply(y_BSH)  # the sum, of this rank's tokens
 
 
-def on_a_rank():
+def run_on_rank():
     """Output and gradients: of its tokens, its columns, its rows, the norm."""
     t, rank = dist.get_world_size(), dist.get_rank()
-    x_BSH, norm, up_HF, down_FH = inputs()
+    x_BSH, norm, up_HF, down_FH = draw_inputs()
     x_BsH = x_BSH.chunk(t, 1)[rank].clone().requires_grad_()
     up_HF = up_HF.chunk(t, 1)[rank].clone().requires_grad_()
     down_FH = down_FH.chunk(t, 0)[rank].clone().requires_grad_()
@@ -238,7 +240,7 @@ def on_a_rank():
     return y_BsH.detach(), x_BsH.grad, up_HF.grad, down_FH.grad, norm.weight.grad
 
 
-def inputs():
+def draw_inputs():
     """Of the whole, the same on every rank, in float64."""
     torch.manual_seed(0)
     shapes = (2, 16, 32), (32, 128), (128, 32)
@@ -252,16 +254,18 @@ def inputs():
 
 # %% tags=["hide-input"]
 # Holds the plain version against one process, on 2 and 4 ranks
-x_BSH, norm, *matrices = inputs()
+x_BSH, norm, *matrices = draw_inputs()
 leaves = [x.requires_grad_() for x in (x_BSH, *matrices)]
 y_BSH = x_BSH + F.gelu(norm(x_BSH) @ matrices[0]) @ matrices[1]
 y_BSH.square().sum().backward()
 right = y_BSH.detach(), *(x.grad for x in leaves), norm.weight.grad
 rows = []
 for t in (2, 4):
-    parts = list(zip(*ranks.run(on_a_rank, t), strict=True))
+    parts = list(zip(*ranks.run(run_on_rank, t), strict=True))
     full = [torch.cat(p, dim) for p, dim in zip(parts, (1, 1, 1, 0), strict=False)]
-    gaps = [gap(a, b) for a, b in zip((*full, parts[4][0]), right, strict=True)]
+    gaps = [
+        max_difference(a, b) for a, b in zip((*full, parts[4][0]), right, strict=True)
+    ]
     # Float64 has 16 digits, and gradients here are of some hundreds.
     assert max(gaps) < 1e-11, gaps
     rows.append((t, *(f"{each:.0e}" for each in gaps)))
@@ -279,11 +283,11 @@ show.table(rows, head, caption="Largest differences from one process, float64")
 # The next cell measures the third on the loopback interface, beside the module's reduce-scatter.
 
 # %%
-def on_the_wire(repeats=8):
+def count_sent(repeats=8):
     """Bytes that a rank sends in a reduce-scatter of 4 MB: plain, and the module's."""
     y_BSH, group = torch.ones(1, 1024, 1024), dist.group.WORLD
     found = []
-    for way in (scatter, lambda y: sp.ALONG_SEQUENCE.leave(y, group)):
+    for way in (scatter_sequence, lambda y: sp.SEQUENCE_SHARDED.leave_region(y, group)):
         sent = []
         for _ in range(repeats):
             before = count.read_loopback_bytes() or 0  # of all ranks, and before any begins
@@ -297,7 +301,7 @@ def on_the_wire(repeats=8):
 
 # %% tags=["hide-input", "measured"]
 # Table: bytes of a reduce-scatter, plain and the module's
-WIRE = ranks.run(on_the_wire, 4, device="cpu")[0]  # CPU: bytes on loopback
+WIRE = ranks.run(count_sent, 4, device="cpu")[0]  # CPU: bytes on loopback
 least = 3 / 4 * 4 * 2**20  # (t - 1) / t of the tensor
 rows = [
     (name, f"{least / 1e6:.2f}", f"{bytes_ / 1e6:.2f}", f"{bytes_ / least:.2f}")
@@ -318,28 +322,30 @@ show.table(rows, ["way", "needed (MB)", "sent by a rank (MB)", "times as much"])
 # In the last lesson the pair was "identity, all-reduce". The module's pair for sequence parallelism looks like the plain one:
 
 # %%
-show.source(sp.core._Enter, sp.core._Leave)
+show.source(sp.core._GatherSequence, sp.core._ReduceScatterSequence)
 
 # %% [markdown]
-# The difference is in what it calls. `_gather` and `_scatter` *start* a collective and return a function that waits for it. So `tensor_parallel` can multiply in backward while a message is under way.
+# The difference is in what it calls. `_start_all_gather` and `_start_reduce_scatter` *start* a collective and return a function that waits for it. So `tensor_parallel` can multiply in backward while a message is under way.
 # And the reduce-scatter sends no more than it has to. On nccl it is nccl's. On gloo, part $j$ goes straight to rank $j$, which adds up what it receives, in the order of the ranks.
 
 # %%
-show.source(sp.core._gather, sp.core._scatter, sp.core.reduce_scatter)
+show.source(
+    sp.core._start_all_gather, sp.core._start_reduce_scatter, sp.core.reduce_scatter
+)
 
 # %% [markdown]
-# The object that you hand to `parallelize` has four methods: `enter` and `leave` are the operators above; `begin` and `back` start their two collectives.
-# Its `keep` mends the second shortcoming. With `keep=False` the layers after `enter` keep this rank's tokens alone, and gather again in backward.
+# The object that you hand to `parallelize` has four methods: `enter_region` and `leave_region` are the operators above; `start_enter` and `start_enter_backward` start the two collectives of `enter_region`.
+# Its `keep_entered` mends the second shortcoming. With `keep_entered=False` the layers after `enter_region` keep this rank's tokens alone, and gather again in backward.
 
 # %%
-show.source(sp.AlongSequence)
+show.source(sp.SequenceShardedEdges)
 
 # %% [markdown]
 # What is left is the sum of the LayerNorms' gradients. Two biases are added *after* the reduce-scatter, those of `attention.out` and `ffn.down`. They, too, are added to this rank's tokens alone, so their gradients are summed as well.
 # All these gradients travel in one small message.
 
 # %%
-show.source(sp.seen_partly, sp.sum_gradients)
+show.source(sp.find_partial_gradients, sp.sum_gradients)
 
 
 # %% [markdown]
@@ -348,7 +354,7 @@ show.source(sp.seen_partly, sp.sum_gradients)
 # %%
 def train_step(model, optimizer, tokens, targets, summed=True):
     """Loss of a step; the model is cut, and its edges are along the sequence."""
-    value = tp.loss(model(tokens), targets, dist.group.WORLD)
+    value = tp.vocab_parallel_loss(model(tokens), targets, dist.group.WORLD)
     optimizer.zero_grad()
     value.backward()
     if summed:
@@ -357,7 +363,7 @@ def train_step(model, optimizer, tokens, targets, summed=True):
     return value.item()
 
 
-def adamw(model, lr=1e-3):
+def make_adamw(model, lr=1e-3):
     return torch.optim.AdamW(model.parameters(), lr=lr, foreach=False)
 
 
@@ -368,41 +374,45 @@ def adamw(model, lr=1e-3):
 
 # %% tags=["hide-input"]
 # Holds loss, gradients and weights against one process
-def against_one_process():
+def compare_with_one_process():
     group, dtype = dist.group.WORLD, torch.float64
-    alone = plain(dtype=dtype)
-    model = tp.parallelize(plain(dtype=dtype), group, edges=sp.ALONG_SEQUENCE)
-    optimizers = adamw(alone), adamw(model)
+    alone = build_model(dtype=dtype)
+    model = tp.parallelize(build_model(dtype=dtype), group, edges=sp.SEQUENCE_SHARDED)
+    optimizers = make_adamw(alone), make_adamw(model)
     found = dict.fromkeys(("loss", "gradients"), 0.0)
     for step in range(5):
-        tokens, targets = batch(step)
+        tokens, targets = make_batch(step)
         value = loss(alone(tokens), targets)
         optimizers[0].zero_grad()
         value.backward()
         optimizers[0].step()
         mine = train_step(model, optimizers[1], tokens, targets)
         found["loss"] = max(found["loss"], abs(value.item() - mine))
-        found["gradients"] = max(found["gradients"], largest_gradient(alone, model))
+        found["gradients"] = max(
+            found["gradients"], find_largest_gradient(alone, model)
+        )
     full = tp.full_state_dict(model)
-    found["weights"] = max(gap(t, full[name]) for name, t in alone.state_dict().items())
+    found["weights"] = max(
+        max_difference(t, full[name]) for name, t in alone.state_dict().items()
+    )
     return found
 
 
-def largest_gradient(alone, model):
+def find_largest_gradient(alone, model):
     """The largest difference of a gradient from the same slice of one process's."""
     size, rank, gaps = dist.get_world_size(), dist.get_rank(), []
-    cuts, full = tp.cuts(model), dict(alone.named_parameters())
+    cuts, full = tp.get_shard_dims(model), dict(alone.named_parameters())
     for name, parameter in model.named_parameters():
         right = full[name].grad
         if cuts[name] is not None:
             right = right.chunk(size, cuts[name])[rank]
-        gaps.append(gap(right, parameter.grad))
+        gaps.append(max_difference(right, parameter.grad))
     return max(gaps)
 
 
 rows = []
 for t in (1, 2, 4):
-    results = ranks.run(against_one_process, t)
+    results = ranks.run(compare_with_one_process, t)
     found = {what: max(result[what] for result in results) for what in results[0]}
     # Sums are made in another order, and AdamW divides by small gradients.
     assert max(found["loss"], found["gradients"]) < 1e-10, found
@@ -419,26 +429,30 @@ show.table(rows, head, caption="Largest differences from one process, float64")
 #
 # ### What a layer keeps
 #
-# The next cell measures a model of four layers and one of two with `kept`. Half of the difference is one layer.
+# The next cell measures a model of four layers and one of two with `measure_kept`. Half of the difference is one layer.
 # *By formula* is the paper's formula, changed for our layer: without dropout it keeps 2 less, and a CPU's attention keeps its output in two orders, 2 more inside the cut part.
 # *Predicted* is `memory.activations`, which also counts small tensors, such as the means and deviations of LayerNorms.
 
 # %%
 CUTS = {
     "tensor alone": (tp.REPLICATED, False, lambda t: 8 + 26 / t),
-    "+ sequence": (sp.ALONG_SEQUENCE, True, lambda t: 34 / t),
-    "+ sequence, kept whole": (sp.AlongSequence(keep=True), True, lambda t: 30 / t + 4),
+    "+ sequence": (sp.SEQUENCE_SHARDED, True, lambda t: 34 / t),
+    "+ sequence, kept whole": (
+        sp.SequenceShardedEdges(keep_entered=True),
+        True,
+        lambda t: 30 / t + 4,
+    ),
 }
 
 
-def of_a_layer(edges):
+def measure_layer(edges):
     """Bytes that one layer keeps on this rank."""
-    return (kept(edges, 4) - kept(edges, 2)) // 2
+    return (measure_kept(edges, 4) - measure_kept(edges, 2)) // 2
 
 
 LAYER = {
     # CPU: bytes held by CPU kernels
-    (t, name): ranks.run(of_a_layer, t, edges, device="cpu")[0]
+    (t, name): ranks.run(measure_layer, t, edges, device="cpu")[0]
     for t in (2, 4)
     for name, (edges, *_) in CUTS.items()
 }
@@ -481,10 +495,10 @@ show.table(
 # The next cell counts what a rank sends at the edges in one step, by collective.
 
 # %%
-def sent(edges):
+def count_sent_bytes(edges):
     """Of a step without the loss's messages: calls and bytes handed over, by kind."""
-    model = tp.parallelize(plain(SHAPE), dist.group.WORLD, edges=edges)
-    tokens, _ = batch(seq=SHAPE.seq)
+    model = tp.parallelize(build_model(SHAPE), dist.group.WORLD, edges=edges)
+    tokens, _ = make_batch(seq=SHAPE.seq)
     with count.record_traffic() as sent:
         model(tokens).square().mean().backward()
     times, handed = Counter(), Counter()
@@ -496,14 +510,22 @@ def sent(edges):
 
 
 # CPU: counts the module's bytes
-SENT = {name: ranks.run(sent, 4, CUTS[name][0], device="cpu")[0] for name in CUTS}
+SENT = {
+    name: ranks.run(count_sent_bytes, 4, CUTS[name][0], device="cpu")[0]
+    for name in CUTS
+}
 
 # %% tags=["hide-input"]
 # Table: collectives of a step, and bytes predicted and counted
 rows = []
 for name, (times, handed) in SENT.items():
-    want = sp.edges_sent(
-        SHAPE, 2, SHAPE.seq, 4, along_sequence=CUTS[name][1], keep="whole" in name
+    want = sp.predict_edge_bytes(
+        SHAPE,
+        2,
+        SHAPE.seq,
+        4,
+        sequence_sharded=CUTS[name][1],
+        keep_entered="whole" in name,
     )
     # An all-gather is handed this rank's share, the others the whole tensor.
     wire = handed["all_gather"] * 3 + handed["all_to_all"] * 3 // 4
@@ -545,7 +567,7 @@ show.table(rows, [*head, "counted (B)"], caption="A rank of four, one step")
 # With `DTensor`, sequence parallelism is a plan. LayerNorms are `SequenceParallel`, the input of a cut part goes from `Shard(1)` (cut by tokens) to `Replicate()`, and its output is `Shard(1)` again.
 
 # %%
-def by_torch(model):
+def parallelize_by_torch(model):
     """torch's plan for tensor and sequence parallelism, applied to the plain GPT."""
     along, replicated = (Shard(1),), (Replicate(),)
     plan = {
@@ -576,9 +598,9 @@ def by_torch(model):
 
 # %% tags=["hide-input"]
 # Counts collectives of a step of torch's and of ours, phase by phase
-def three_phases(model, value_of, finish):
+def time_phases(model, value_of, finish):
     """A step: loss, bytes kept, collectives in forward, backward, optimizer."""
-    optimizer = adamw(model)
+    optimizer = make_adamw(model)
     with count.track_memory() as held:  # the model is there before, and not counted
         value = value_of()
         time.sleep(0.05)  # as above
@@ -599,28 +621,30 @@ def three_phases(model, value_of, finish):
     return value.item(), kept_, *each
 
 
-def beside_torch():
+def compare_with_torch():
     untied, group = replace(SHAPE, tied=False), dist.group.WORLD
-    tokens, targets = batch(seq=SHAPE.seq)
-    model = by_torch(plain(untied))
+    tokens, targets = make_batch(seq=SHAPE.seq)
+    model = parallelize_by_torch(build_model(untied))
     with torchs.loss_parallel():
         found = {
-            "torch": three_phases(
+            "torch": time_phases(
                 model, lambda: loss(model(tokens), targets), lambda: None
             )
         }
     for keep in (True, False):
-        mine = tp.parallelize(plain(untied), group, edges=sp.AlongSequence(keep))
-        found["ours, kept whole" if keep else "ours"] = three_phases(
+        mine = tp.parallelize(
+            build_model(untied), group, edges=sp.SequenceShardedEdges(keep)
+        )
+        found["ours, kept whole" if keep else "ours"] = time_phases(
             mine,
-            lambda m=mine: tp.loss(m(tokens), targets, group),
+            lambda m=mine: tp.vocab_parallel_loss(m(tokens), targets, group),
             lambda m=mine: sp.sum_gradients(m, group),
         )
     return found
 
 
 # CPU: bytes held by CPU kernels
-results = ranks.run(beside_torch, 4, device="cpu", show=False)[0]
+results = ranks.run(compare_with_torch, 4, device="cpu", show=False)[0]
 rows = [
     (n, f"{value:.6f}", f"{kept_:,}", *calls)
     for n, (value, kept_, *calls) in results.items()
@@ -653,12 +677,12 @@ show.table(rows, head, caption=f"A step on 4 ranks, {SHAPE.layers} layers")
 # Each rank then updates its LayerNorms with the gradient of its own tokens alone, and their weights drift apart. `apart` is the largest difference between ranks of the last LayerNorm's weight, after ten steps.
 
 # %%
-def train_norms(summed, steps=10):
+def train_with_norms(summed, steps=10):
     """Losses, and how far apart the ranks' last norms are at the end."""
-    model = tp.parallelize(plain(), dist.group.WORLD, edges=sp.ALONG_SEQUENCE)
-    optimizer = adamw(model, lr=3e-3)
+    model = tp.parallelize(build_model(), dist.group.WORLD, edges=sp.SEQUENCE_SHARDED)
+    optimizer = make_adamw(model, lr=3e-3)
     losses = [
-        train_step(model, optimizer, *batch(step), summed) for step in range(steps)
+        train_step(model, optimizer, *make_batch(step), summed) for step in range(steps)
     ]
     weight_H = model.norm.weight.detach()
     least, most = weight_H.clone(), weight_H.clone()
@@ -667,7 +691,7 @@ def train_norms(summed, steps=10):
     return losses, (most - least).max().item()
 
 
-NORMS = {summed: ranks.run(train_norms, 4, summed)[0] for summed in (True, False)}
+NORMS = {summed: ranks.run(train_with_norms, 4, summed)[0] for summed in (True, False)}
 
 # %% tags=["hide-input"]
 # Table: losses with and without the sum, and how far norms drift
@@ -691,15 +715,15 @@ show.table(rows, head)
 # All ranks need equally many tokens, so $s$ has to be a multiple of $t$. Any other length is refused before anything is sent:
 
 # %%
-def refused():
-    model = tp.parallelize(plain(), dist.group.WORLD, edges=sp.ALONG_SEQUENCE)
+def find_refusal():
+    model = tp.parallelize(build_model(), dist.group.WORLD, edges=sp.SEQUENCE_SHARDED)
     try:
-        model(batch(seq=62)[0])
+        model(make_batch(seq=62)[0])
     except ValueError as error:
         return str(error)
 
 
-print(ranks.run(refused, 4)[0])
+print(ranks.run(find_refusal, 4)[0])
 
 # %% [markdown]
 # Pad to a multiple of $t$, and leave the padding's targets out of the loss. Every rank computes the loss of all tokens here, so nothing else changes.

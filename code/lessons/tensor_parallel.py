@@ -69,38 +69,38 @@ show.set_style()
 MODEL = Config(seq=64, layers=4, heads=4, hidden=128, tied=False)
 
 
-def normal(seed, *shape):
+def draw_normal(seed, *shape):
     """Normal numbers that follow from the seed alone: the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(ranks.device())
 
 
-def batch(step, size=8, seq=64):
+def make_batch(step, size=8, seq=64):
     """`size` windows of text, the same on every rank: tokens, targets [size, seq]."""
     tokens, targets = text.get_batch(seq, size, start=step * size)
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 
-def plain(config, dtype=torch.float32):
+def build_model(config, dtype=torch.float32):
     """The same GPT at every call."""
     torch.manual_seed(0)
     return GPT(config).to(ranks.device(), dtype)
 
 
-def apart(a, b):
+def max_difference(a, b):
     """The largest difference between two tensors."""
     return (a - b).abs().max().item()
 
 
-def short(difference):
+def format_short(difference):
     """A difference with one digit; 0 is exactly that."""
     return f"{difference:.0e}" if difference else "0"
 
 
-def our_step(model, step, size=8):
+def run_our_step(model, step, size=8):
     """Forward and backward of a cut model; the loss."""
-    tokens, targets = batch(step, size)
-    value = tp.loss(model(tokens), targets, model.tensor_group)
+    tokens, targets = make_batch(step, size)
+    value = tp.vocab_parallel_loss(model(tokens), targets, model.tensor_group)
     value.backward()
     return value
 
@@ -134,17 +134,19 @@ show.table(rows, head)
 # In code `T` stands for tokens, `I` and `O` for inputs and outputs, and a small letter for a rank's part of what its capital counts: `o` columns of `O`.
 
 # %%
-def cut(x, dim):
+def take_shard(x, dim):
     """This rank's share of x along a dimension."""
     return x.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
 
 
 def by_columns(x_TI, w_IO):
-    return x_TI @ cut(w_IO, 1)  # [T, I] @ [I, o]: this rank's columns of Y
+    return x_TI @ take_shard(w_IO, 1)  # [T, I] @ [I, o]: this rank's columns of Y
 
 
 def by_rows(x_TI, w_IO):
-    y_TO = cut(x_TI, 1) @ cut(w_IO, 0)  # [T, i] @ [i, O]: all of Y's shape, a summand
+    y_TO = take_shard(x_TI, 1) @ take_shard(
+        w_IO, 0
+    )  # [T, i] @ [i, O]: all of Y's shape, a summand
     dist.all_reduce(y_TO)
     return y_TO
 
@@ -165,20 +167,20 @@ def by_rows(x_TI, w_IO):
 # Both give what one process computes, on two ranks and on four:
 
 # %%
-def both_cuts():
-    x_TI, w_IO = normal(0, 16, 512), normal(1, 512, 2048) / 512**0.5
+def compare_both_cuts():
+    x_TI, w_IO = draw_normal(0, 16, 512), draw_normal(1, 512, 2048) / 512**0.5
     return by_columns(x_TI, w_IO), by_rows(x_TI, w_IO), x_TI @ w_IO
 
 
-two, four = ranks.run(both_cuts, 2), ranks.run(both_cuts, 4)
+two, four = ranks.run(compare_both_cuts, 2), ranks.run(compare_both_cuts, 4)
 
 # %% tags=["hide-input"]
 # Holds both cuts against the whole product
 for found in (two, four):
     columns, sums, (want, *_) = zip(*found, strict=True)
     # Float32, entries up to 5: a product of other shape may add up in another order.
-    assert apart(torch.cat(columns, 1), want) < 1e-5
-    assert all(apart(y, want) < 1e-5 for y in sums)
+    assert max_difference(torch.cat(columns, 1), want) < 1e-5
+    assert all(max_difference(y, want) < 1e-5 for y in sums)
     shapes = f"by columns {list(columns[0].shape)}, by rows {list(sums[0].shape)}"
     print(f"{len(found)} ranks, each has {shapes}: together, and summed, they are Y")
 
@@ -197,32 +199,37 @@ for found in (two, four):
 # Here is the picture's network, with three tokens: each rank makes only its own half of the weights.
 
 # %%
-def halves(rank):
+def run_halves(rank):
     """This rank's columns of W1, [4096, 8192], and rows of W2, [8192, 4096]."""
-    w1_Hf, w2_fH = normal(2 * rank, 4096, 8192), normal(2 * rank + 1, 8192, 4096)
+    w1_Hf, w2_fH = (
+        draw_normal(2 * rank, 4096, 8192),
+        draw_normal(2 * rank + 1, 8192, 4096),
+    )
     return w1_Hf / 4096**0.5, w2_fH / 16_384**0.5
 
 
-def on_two_ranks():
-    w1_Hf, w2_fH = halves(dist.get_rank())
-    y_TH = gelu(normal(9, 3, 4096) @ w1_Hf) @ w2_fH
+def run_on_two_ranks():
+    w1_Hf, w2_fH = run_halves(dist.get_rank())
+    y_TH = gelu(draw_normal(9, 3, 4096) @ w1_Hf) @ w2_fH
     dist.all_reduce(y_TH)
     return y_TH, 4 * (w1_Hf.numel() + w2_fH.numel())
 
 
 # %% tags=["hide-input"]
 # Holds the picture's network on two ranks against one process
-def in_one_process():
-    (w1_Hf, w2_fH), (w1_Hg, w2_gH) = halves(0), halves(1)
+def run_one_process():
+    (w1_Hf, w2_fH), (w1_Hg, w2_gH) = run_halves(0), run_halves(1)
     w1_HF, w2_FH = torch.cat([w1_Hf, w1_Hg], 1), torch.cat([w2_fH, w2_gH])
     assert w1_HF.shape == (4096, 16_384) and w2_FH.shape == (16_384, 4096)
-    return gelu(normal(9, 3, 4096) @ w1_HF) @ w2_FH, 4 * (w1_HF.numel() + w2_FH.numel())
+    return gelu(draw_normal(9, 3, 4096) @ w1_HF) @ w2_FH, 4 * (
+        w1_HF.numel() + w2_FH.numel()
+    )
 
 
-((want, whole),) = ranks.run(in_one_process, 1)
-for rank, (y_TH, held) in enumerate(ranks.run(on_two_ranks, 2)):
+((want, whole),) = ranks.run(run_one_process, 1)
+for rank, (y_TH, held) in enumerate(ranks.run(run_on_two_ranks, 2)):
     # Sums of 16,384 products in two orders: the roundings of each add up as steps of a walk do.
-    assert apart(y_TH, want) < 2 * 16_384**0.5 * 2**-24 * want.abs().max()
+    assert max_difference(y_TH, want) < 2 * 16_384**0.5 * 2**-24 * want.abs().max()
     assert 2 * held == whole
     print(f"rank {rank}: {held / 1e6:.0f} of {whole / 1e6:.0f} MB, and all of Y")
 
@@ -317,14 +324,16 @@ class ReduceFrom(torch.autograd.Function):
 # %%
 def plain_ffn(x_TH, w1_HF, w2_FH):
     x_TH = CopyTo.apply(x_TH)
-    g_Tf = gelu(x_TH @ cut(w1_HF, 1))  # [T, H] @ [H, f]
-    return ReduceFrom.apply(g_Tf @ cut(w2_FH, 0))  # [T, f] @ [f, H]
+    g_Tf = gelu(x_TH @ take_shard(w1_HF, 1))  # [T, H] @ [H, f]
+    return ReduceFrom.apply(g_Tf @ take_shard(w2_FH, 0))  # [T, f] @ [f, H]
 
 
 def train_once(network, width=512):
     """Its output, and the gradients of its input and of both matrices."""
     sizes = (64, width), (width, 4 * width), (4 * width, width)
-    tensors = [normal(seed, *size) / size[0] ** 0.5 for seed, size in enumerate(sizes)]
+    tensors = [
+        draw_normal(seed, *size) / size[0] ** 0.5 for seed, size in enumerate(sizes)
+    ]
     for tensor in tensors:
         tensor.requires_grad_()
     y_TH = network(*tensors)
@@ -341,12 +350,12 @@ def full_ffn(x_TH, w1_HF, w2_FH):
     return gelu(x_TH @ w1_HF) @ w2_FH
 
 
-def sums_of(network):
+def sum_parts(network):
     """All-reduces in forward and in backward."""
     x_TH, w1_HF, w2_FH = (
-        normal(0, 8, 64).requires_grad_(),
-        normal(1, 64, 256),
-        normal(2, 256, 64),
+        draw_normal(0, 8, 64).requires_grad_(),
+        draw_normal(1, 64, 256),
+        draw_normal(2, 256, 64),
     )
     with count.record_traffic() as forward:
         y_TH = network(x_TH, w1_HF, w2_FH)
@@ -360,20 +369,20 @@ for t, results in found.items():
     # Of a matrix each rank has the gradient of its own share, and zeros elsewhere.
     y, dx, dw1, dw2 = zip(*results, strict=True)
     off = [
-        max(apart(one, full) for one in ones)
+        max(max_difference(one, full) for one in ones)
         for ones, full in zip((y, dx), want, strict=False)
     ]
     off += [
-        apart(sum(ones), full)
+        max_difference(sum(ones), full)
         for ones, full in zip((dw1, dw2), want[2:], strict=True)
     ]
     # Float32: sums of up to 2048 products, in another order; entries are about 1.
     assert max(off) < 1e-5, off
-    told = ", ".join(map(short, off))
+    told = ", ".join(map(format_short, off))
     print(
         f"{t} ranks: Y and the gradients of X, W1, W2 differ from one process by {told}"
     )
-calls = ranks.run(sums_of, 2, plain_ffn)[0]
+calls = ranks.run(sum_parts, 2, plain_ffn)[0]
 assert calls == [1, 1]
 print(f"all-reduces: {calls[0]} in forward, {calls[1]} in backward")
 
@@ -396,20 +405,20 @@ print(f"all-reduces: {calls[0]} in forward, {calls[1]} in backward")
 
 # %% tags=["hide-input"]
 # The three collectives, as functions of a tensor
-def join(x_Th):
+def join_parts(x_Th):
     """[T, H/t] of every rank to [T, H]."""
     pieces = [torch.empty_like(x_Th) for _ in range(dist.get_world_size())]
     collectives.all_gather(pieces, x_Th, dist.group.WORLD)
     return torch.cat(pieces, -1)
 
 
-def add(x_TH):
+def add_parts(x_TH):
     """The sum of all ranks' [T, H]."""
     collectives.all_reduce(x_TH, dist.group.WORLD)
     return x_TH
 
 
-def scatter(x_TF):
+def scatter_sum(x_TF):
     """This rank's columns [T, F/t] of the sum of all ranks' [T, F]."""
     pieces = [piece.contiguous() for piece in x_TF.chunk(dist.get_world_size(), -1)]
     out = torch.empty_like(pieces[0])
@@ -422,10 +431,18 @@ def scatter(x_TF):
 
 # %%
 ORDERS = {
-    "columns, rows": lambda x, w, u: add(gelu(x @ cut(w, 1)) @ cut(u, 0)),
-    "columns, columns": lambda x, w, u: join(join(gelu(x @ cut(w, 1))) @ cut(u, 1)),
-    "rows, rows": lambda x, w, u: add(gelu(scatter(cut(x, 1) @ cut(w, 0))) @ cut(u, 0)),
-    "rows, columns": lambda x, w, u: join(gelu(add(cut(x, 1) @ cut(w, 0))) @ cut(u, 1)),
+    "columns, rows": lambda x, w, u: add_parts(
+        gelu(x @ take_shard(w, 1)) @ take_shard(u, 0)
+    ),
+    "columns, columns": lambda x, w, u: join_parts(
+        join_parts(gelu(x @ take_shard(w, 1))) @ take_shard(u, 1)
+    ),
+    "rows, rows": lambda x, w, u: add_parts(
+        gelu(scatter_sum(take_shard(x, 1) @ take_shard(w, 0))) @ take_shard(u, 0)
+    ),
+    "rows, columns": lambda x, w, u: join_parts(
+        gelu(add_parts(take_shard(x, 1) @ take_shard(w, 0))) @ take_shard(u, 1)
+    ),
 }
 
 # %% tags=["hide-input"]
@@ -433,21 +450,21 @@ ORDERS = {
 WIDE, INNER, TOKENS = 256, 1024, 64
 
 
-def all_orders():
-    x_TH, found = normal(0, TOKENS, WIDE), []
-    w1_HF, w2_FH = 0.1 * normal(1, WIDE, INNER), 0.1 * normal(2, INNER, WIDE)
+def compare_orders():
+    x_TH, found = draw_normal(0, TOKENS, WIDE), []
+    w1_HF, w2_FH = 0.1 * draw_normal(1, WIDE, INNER), 0.1 * draw_normal(2, INNER, WIDE)
     want_TH = gelu(x_TH @ w1_HF) @ w2_FH
     for compute in ORDERS.values():
         with count.record_traffic() as sent:
             y_TH = compute(x_TH, w1_HF, w2_FH)
-        found.append((sent.bytes, apart(y_TH, want_TH)))
+        found.append((sent.bytes, max_difference(y_TH, want_TH)))
     return found
 
 
 TIMES, N = [2, 4 + 1, 4 + 2, 8 + 1], 4
 unit = TOKENS * WIDE * 4 * (N - 1) // N  # bytes: S (N-1)/N
 rows = []
-results = ranks.run(all_orders, N)[0]
+results = ranks.run(compare_orders, N)[0]
 for order, times, (sent, off) in zip(ORDERS, TIMES, results, strict=True):
     assert sent == times * unit and off < 1e-4  # float32, sums of 1024 products up to 3
     rows.append((order, times, f"{times * unit:,}", f"{sent:,}", sent - times * unit))
@@ -478,13 +495,13 @@ show.table(rows, head, caption=f"Sent by rank 0 of {N} in forward")
 T, H = 16, 4096
 
 
-def to_rank_0_and_plus():
+def sum_on_rank_0():
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    mine_TH = normal(rank, T, H)
-    want_TH = sum(normal(r, T, H) for r in range(size))
+    mine_TH = draw_normal(rank, T, H)
+    want_TH = sum(draw_normal(r, T, H) for r in range(size))
 
     def right(y_TH):
-        return apart(y_TH, want_TH) < 1e-5  # float32
+        return max_difference(y_TH, want_TH) < 1e-5  # float32
 
     y_TH = mine_TH.clone()
     with count.record_traffic() as there:
@@ -509,7 +526,7 @@ def to_rank_0_and_plus():
 
 rows = []
 for size in (2, 4, 8):
-    have_it, there, back, ring = zip(*ranks.run(to_rank_0_and_plus, size), strict=True)
+    have_it, there, back, ring = zip(*ranks.run(sum_on_rank_0, size), strict=True)
     S = T * H * 4
     through_0, in_ring = (
         sum(there) + back[0],
@@ -535,15 +552,15 @@ show.table(rows, [*head, "of each rank: all-reduce (MB)", "ratio"])
 show.source(tp.copy_to, _CopyTo, tp.reduce_from, _ReduceFrom)
 
 # %% [markdown]
-# Two layers take the place of `nn.Linear`. Each keeps its shard of a plain layer's parameters under their old names, and says in `cut` which are cut and along which dimension: saving, loading and clipping ask for that.
+# Two layers take the place of `nn.Linear`. Each keeps its shard of a plain layer's parameters under their old names, and says in `shard_dims` which are cut and along which dimension: saving, loading and clipping ask for that.
 # The column-parallel layer has a bias for each of its columns, which is cut with them. The row-parallel layer has one for each entry of $Y$, of which every rank has all; it is added *after* the sum.
 
 # %%
-show.source(tp.Cut, tp.ColumnLinear, tp.RowLinear)
+show.source(tp.ShardedLayer, tp.ColumnLinear, tp.RowLinear)
 
 
 # %% [markdown]
-# `entrance` is for layers that share an input. We come to it [below](#hide-backwards-half).
+# `shared_input` is for layers that share an input. We come to it [below](#hide-backwards-half).
 #
 # (tp-bias)=
 # `````{admonition} Checked: "row-parallel layers each add their bias"
@@ -556,21 +573,21 @@ show.source(tp.Cut, tp.ColumnLinear, tp.RowLinear)
 
 # %% tags=["hide-input"]
 # Measures how often the bias is in Y when each rank adds it
-def biased_rows():
+def add_bias_by_rows():
     torch.manual_seed(0)
     linear = nn.Linear(256, 64).to(ranks.device())
-    x_TI, group = normal(0, 16, 256), dist.group.WORLD
+    x_TI, group = draw_normal(0, 16, 256), dist.group.WORLD
     want_TO = linear(x_TI)
     x_Ti = x_TI[:, tp.shard_slice("inputs", 256, group)]
     right = tp.RowLinear(linear, group)
     y_TO = x_Ti @ right.weight.T + linear.bias  # [T, i] @ [i, O], and the mistake
     dist.all_reduce(y_TO)
     surplus = (y_TO - want_TO) / linear.bias  # in biases
-    return apart(right(x_Ti), want_TO), surplus.mean().item()
+    return max_difference(right(x_Ti), want_TO), surplus.mean().item()
 
 
 for t in (2, 4, 8):
-    off, surplus = ranks.run(biased_rows, t)[0]
+    off, surplus = ranks.run(add_bias_by_rows, t)[0]
     assert off < 1e-5 and abs(surplus - (t - 1)) < 1e-3  # float32, numbers about 1
     print(
         f"{t} ranks: RowLinear has the bias once, the mistake {1 + surplus:.2f} times"
@@ -592,7 +609,7 @@ def plain_attention(x_BSH, attention):
     """What `attention` computes, by this rank's heads of it and all the others'."""
     x_BSH = CopyTo.apply(x_BSH)
     q_BaSD, k_BkSD, v_BkSD = (
-        F.linear(x_BSH, cut(layer.weight, 0))  # [B, S, H] @ [H, a D]
+        F.linear(x_BSH, take_shard(layer.weight, 0))  # [B, S, H] @ [H, a D]
         .unflatten(-1, (-1, attention.config.head_size))
         .transpose(1, 2)
         for layer in (attention.query, attention.key, attention.value)
@@ -602,31 +619,33 @@ def plain_attention(x_BSH, attention):
         q_BaSD, k_BkSD, v_BkSD, is_causal=True, enable_gqa=True
     )
     y_BSh = y_BaSD.transpose(1, 2).flatten(-2)
-    return ReduceFrom.apply(F.linear(y_BSh, cut(attention.out.weight, 1)))
+    return ReduceFrom.apply(F.linear(y_BSh, take_shard(attention.out.weight, 1)))
 
 
 # %% tags=["hide-input"]
 # Holds output and gradients against the plain attention
-def attention_apart():
+def compare_attention():
     config = Config(hidden=64, heads=8, kv_heads=4, bias=False)
     torch.manual_seed(0)
     models = [Attention(config).to(ranks.device()) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    inputs = [normal(0, 2, 16, 64).requires_grad_() for _ in models]
+    inputs = [draw_normal(0, 2, 16, 64).requires_grad_() for _ in models]
     outputs = [models[0](inputs[0]), plain_attention(inputs[1], models[1])]
     for y_BSH in outputs:
         y_BSH.square().sum().backward()
-    off = [apart(*outputs), apart(*(x.grad for x in inputs))]
+    off = [max_difference(*outputs), max_difference(*(x.grad for x in inputs))]
     for name, dim in (("query", 0), ("key", 0), ("value", 0), ("out", 1)):
         grads = [getattr(model, name).weight.grad for model in models]
-        off.append(apart(*(cut(grad, dim) for grad in grads)))
+        off.append(max_difference(*(take_shard(grad, dim) for grad in grads)))
     return off
 
 
 for t in (2, 4):
-    off = max(max(one) for one in ranks.run(attention_apart, t))
+    off = max(max(one) for one in ranks.run(compare_attention, t))
     assert off < 1e-4  # float32, gradients of up to 20
-    print(f"{t} ranks: output and gradients differ from the whole by {short(off)}")
+    print(
+        f"{t} ranks: output and gradients differ from the whole by {format_short(off)}"
+    )
 
 # %% [markdown]
 # It leaves out biases and dropout, for which ranks need [masks of their own](#dropout-ranks-with-seeds-of-their-own-or-with-one-seed-too-many), and it keeps the whole weights on every rank.
@@ -638,18 +657,23 @@ for t in (2, 4):
 #
 # The module does it to the plain GPT from outside: it puts cut layers in the place of whole ones, and the model's own forward runs on.
 # SwiGLU has two matrices in front; both are cut by the same columns, and their product is taken number by number.
-# What enters does so *once* for a region, through an `Entrance`, and not once for each of queries, keys and values: their gradients are added up locally first.
+# What enters does so *once* for a region, through a `SharedInput`, and not once for each of queries, keys and values: their gradients are added up locally first.
 
 # %%
-show.source(tp.cut_ffn, tp.cut_attention)
+show.source(tp.shard_ffn, tp.shard_attention)
 
 # %% [markdown]
 # So $t$ divides three numbers: heads of queries, the width $F$ and the vocabulary. The heads of keys and values it divides, or they divide it. These are the degrees that do:
 
 # %%
 padded = replace(PRESETS["gpt-2"], vocab=50_304)
-print("GPT-2", tp.degrees(PRESETS["gpt-2"]), "padded to 50304:", tp.degrees(padded))
-print("Llama 3 405B", tp.degrees(PRESETS["llama-3-405b"]))
+print(
+    "GPT-2",
+    tp.feasible_degrees(PRESETS["gpt-2"]),
+    "padded to 50304:",
+    tp.feasible_degrees(padded),
+)
+print("Llama 3 405B", tp.feasible_degrees(PRESETS["llama-3-405b"]))
 
 # %% [markdown]
 # GPT-2's vocabulary is $50257 = 29 \cdot 1733$, so it is padded with entries that no token uses.
@@ -686,7 +710,7 @@ def plain_qwen(x_BSH, attention):
     c, rank, t = attention.config, dist.get_rank(), dist.get_world_size()
     size, parts = c.head_size, min(c.key_value_heads, t)
     q_hH, k_hH, v_hH = (
-        cut(attention.query.weight, 0),
+        take_shard(attention.query.weight, 0),
         *(
             CopyTo.apply(layer.weight).chunk(parts)[rank * parts // t]
             for layer in (attention.key, attention.value)
@@ -707,7 +731,7 @@ def plain_qwen(x_BSH, attention):
         q_BaSD, k_BkSD, v_BkSD, is_causal=True, enable_gqa=True
     )
     y_BSh = y_BaSD.transpose(1, 2).flatten(-2)
-    return ReduceFrom.apply(F.linear(y_BSh, cut(attention.out.weight, 1)))
+    return ReduceFrom.apply(F.linear(y_BSh, take_shard(attention.out.weight, 1)))
 
 
 # %% [markdown]
@@ -721,26 +745,30 @@ QWEN = Config(
 )  # fmt: skip
 
 
-def qwen_apart():
+def compare_qwen():
     torch.manual_seed(0)
     models = [Attention(QWEN).to(ranks.device()) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    inputs = [normal(0, 2, 16, 64).requires_grad_() for _ in models]
+    inputs = [draw_normal(0, 2, 16, 64).requires_grad_() for _ in models]
     outputs = [models[0](inputs[0]), plain_qwen(inputs[1], models[1])]
     for y_BSH in outputs:
         y_BSH.square().sum().backward()
-    off = [apart(*outputs), apart(*(x.grad for x in inputs))]
+    off = [max_difference(*outputs), max_difference(*(x.grad for x in inputs))]
     names = {"query": 0, "out": 1, "key": None, "value": None}
     for name, dim in (names | {"query_norm": None, "key_norm": None}).items():
         grads = [getattr(model, name).weight.grad for model in models]
-        off.append(apart(*(g if dim is None else cut(g, dim) for g in grads)))
+        off.append(
+            max_difference(*(g if dim is None else take_shard(g, dim) for g in grads))
+        )
     return off
 
 
 for t in (2, 4, 8):
-    off = max(max(one) for one in ranks.run(qwen_apart, t))
+    off = max(max(one) for one in ranks.run(compare_qwen, t))
     assert off < 1e-4  # float32, gradients of up to 20
-    print(f"{t} ranks: output and gradients differ from the whole by {short(off)}")
+    print(
+        f"{t} ranks: output and gradients differ from the whole by {format_short(off)}"
+    )
 
 # %% [markdown]
 # The module cuts as far as it goes, so a rank holds one head of keys and values and no more. Copies begin alike and get the same sum, so they stay alike; in the gradient norm each counts once.
@@ -750,7 +778,7 @@ for t in (2, 4, 8):
 # Every rank computes the narrow part whole, as it does a norm. What enters is the latents, and what is cut are the matrices that make heads of them:
 
 # %%
-show.source(tp.cut_latent, tp.core._entering)
+show.source(tp.shard_latent, tp.core._compress_and_enter)
 
 # %% [markdown]
 # Both as whole models, with a window in every other layer of the first, and with experts in the second:
@@ -765,33 +793,45 @@ DEEPSEEK = replace(
 )  # fmt: skip
 
 
-def today_apart(config):
+def compare_today(config):
     """Largest differences of logits and gradients, and the share of parameters."""
-    group, whole = dist.group.WORLD, plain(config, torch.float64)
-    mine = tp.parallelize(plain(config, torch.float64), group)
-    tokens, targets = batch(0)
+    group, whole = dist.group.WORLD, build_model(config, torch.float64)
+    mine = tp.parallelize(build_model(config, torch.float64), group)
+    tokens, targets = make_batch(0)
     logits = [whole(tokens), tp.gather_last(mine(tokens), group)]
     loss(logits[0], targets).backward()
-    tp.loss(mine(tokens), targets, group).backward()
+    tp.vocab_parallel_loss(mine(tokens), targets, group).backward()
     full, gradients = dict(whole.named_parameters()), []
     for name, parameter in mine.named_parameters():
-        grad, dim, parts = full[name].grad, tp.cuts(mine)[name], tp.parts(mine)[name]
+        grad, dim, parts = (
+            full[name].grad,
+            tp.get_shard_dims(mine)[name],
+            tp.count_shards(mine)[name],
+        )
         if dim is not None:
             grad = grad.chunk(parts, dim)[dist.get_rank() * parts // group.size()]
-        gradients.append(apart(grad, parameter.grad))
+        gradients.append(max_difference(grad, parameter.grad))
     held = [sum(p.numel() for p in model.parameters()) for model in (mine, whole)]
-    return apart(*logits), max(gradients), held[0] / held[1]
+    return max_difference(*logits), max(gradients), held[0] / held[1]
 
 
 rows = []
 for name, config in (("as Qwen3", WINDOWED), ("as DeepSeek-V3", DEEPSEEK)):
     for t in (2, 4, 8):
-        found = ranks.run(today_apart, t, config)
+        found = ranks.run(compare_today, t, config)
         logits, gradients, held = map(max, zip(*found, strict=True))
         # Float64: numbers about 1, and sums of 64 to 192 of them in another order.
         assert logits < 1e-12 and gradients < 1e-12
-        rows.append((name, t, short(logits), short(gradients), f"{held:.3f}"))
-head = ["model", "t", "logits differ by", "gradients by", "parameters of a rank (of all)"]
+        rows.append(
+            (name, t, format_short(logits), format_short(gradients), f"{held:.3f}")
+        )
+head = [
+    "model",
+    "t",
+    "logits differ by",
+    "gradients by",
+    "parameters of a rank (of all)",
+]
 show.table(rows, head)
 
 # %% [markdown]
@@ -806,7 +846,7 @@ for name in ("llama-3-8b", "qwen3-30b-a3b", "deepseek-v3"):
         memory.parameters(config, at)["attention"] / config.layers / 1e6
         for at in (Layout(), EIGHT)
     )
-    enters = sum(tp.predict.entering(config))
+    enters = sum(tp.predict.attention_input_sizes(config))
     sizes = f"{whole:.1f}", f"{whole / 8:.2f}", f"{mine:.2f}"
     rows.append((name, *sizes, f"{config.hidden:,}", f"{enters:,}"))
 assert [row[2:4] for row in rows[1:]] == [("2.36", "2.62"), ("23.39", "36.63")]
@@ -843,7 +883,7 @@ show.table(rows, head)
 # and all that a rank has to tell the others is three numbers for each token. The plain versions use the operators that you know:
 
 # %%
-def own_entries(numbers_BS, v):
+def local_entries(numbers_BS, v):
     """Places in this rank's v entries, and which of the numbers are among them."""
     local_BS = numbers_BS - dist.get_rank() * v
     own_BS = (local_BS >= 0) & (local_BS < v)
@@ -851,7 +891,7 @@ def own_entries(numbers_BS, v):
 
 
 def plain_embedding(tokens_BS, table_vH):
-    local_BS, own_BS = own_entries(tokens_BS, len(table_vH))
+    local_BS, own_BS = local_entries(tokens_BS, len(table_vH))
     return ReduceFrom.apply(F.embedding(local_BS, table_vH) * own_BS[..., None])
 
 
@@ -859,7 +899,7 @@ def plain_loss(logits_BSv, targets_BS):
     largest_BS = logits_BSv.detach().amax(-1)
     dist.all_reduce(largest_BS, dist.ReduceOp.MAX)
     logits_BSv = logits_BSv - largest_BS[..., None]
-    local_BS, own_BS = own_entries(targets_BS, logits_BSv.shape[-1])
+    local_BS, own_BS = local_entries(targets_BS, logits_BSv.shape[-1])
     target_BS = logits_BSv.gather(-1, local_BS[..., None])[..., 0] * own_BS
     sum_BS = ReduceFrom.apply(logits_BSv.exp().sum(-1))
     return (sum_BS.log() - ReduceFrom.apply(target_BS)).mean()
@@ -875,51 +915,56 @@ def plain_loss(logits_BSv, targets_BS):
 V, B, S = 4096, 4, 128
 
 
-def of_loss(which):
+def measure_loss(which):
     """On a rank: off one process by, logits held besides, bytes handed over."""
     group = dist.group.WORLD
-    logits_BSV = normal(0, B, S, V)
+    logits_BSV = draw_normal(0, B, S, V)
     targets_BS = torch.arange(B * S, device=ranks.device()).view(B, S) * 7 % V
     full = logits_BSV.clone().requires_grad_()
     want = loss(full, targets_BS)
     want.backward()
-    mine = cut(logits_BSV, 2).requires_grad_()
+    mine = take_shard(logits_BSV, 2).requires_grad_()
     with count.track_memory(mine.detach(), targets_BS) as held, count.record_traffic() as sent:
         if which == "plain":
             value = plain_loss(mine, targets_BS)
         else:
-            value = tp.loss(mine, targets_BS, group)
+            value = tp.vocab_parallel_loss(mine, targets_BS, group)
         value.backward()
         held_most = held.peak_bytes - mine.nbytes - targets_BS.nbytes
-    off = apart(value, want), apart(mine.grad, cut(full.grad, 2))
-    rows = embedding_apart(group)
+    off = (
+        max_difference(value, want),
+        max_difference(mine.grad, take_shard(full.grad, 2)),
+    )
+    rows = compare_embedding(group)
     return max(*off, rows), held_most / mine.nbytes, sent.payload["all_reduce"]
 
 
-def embedding_apart(group):
+def compare_embedding(group):
     table_VH, tokens_BS = (
-        normal(1, 64, 8),
+        draw_normal(1, 64, 8),
         torch.arange(12, device=ranks.device()).view(3, 4) * 5,
     )
-    plainly = plain_embedding(tokens_BS, cut(table_VH, 0))
+    plainly = plain_embedding(tokens_BS, take_shard(table_VH, 0))
     embedding = nn.Embedding.from_pretrained(table_VH)
     cut_embedding = tp.VocabEmbedding(embedding, group)
     wants = embedding(tokens_BS)
-    return max(apart(plainly, wants), apart(cut_embedding(tokens_BS), wants))
+    return max(
+        max_difference(plainly, wants), max_difference(cut_embedding(tokens_BS), wants)
+    )
 
 
 rows, gathering = (
     [],
     4 * B * S * V * 3 // 4,
 )  # an all-gather's bytes out of each of 4 ranks
-for which in ("plain", "tp.loss"):
-    off, most, handed = ranks.run(of_loss, 4, which)[0]
-    sent = tp.on_wire(handed, 4)
+for which in ("plain", "tp.vocab_parallel_loss"):
+    off, most, handed = ranks.run(measure_loss, 4, which)[0]
+    sent = tp.bytes_on_wire(handed, 4)
     assert off < 1e-5 and handed == 3 * 4 * B * S  # float32, a loss of about 9
     rows.append(
         (
             which,
-            short(off),
+            format_short(off),
             f"{most:.1f}",
             f"{sent / 1e6:.4f}",
             f"{gathering / 1e6:.2f}",
@@ -951,23 +996,25 @@ show.source(tp.parallelize)
 
 
 # %% [markdown]
-# Training differs from one process in two lines, `parallelize` and `tp.loss`:
+# Training differs from one process in two lines, `parallelize` and `tp.vocab_parallel_loss`:
 
 # %%
-def five_steps(config):
+def train_five_steps(config):
     """The weights, whole again, after five steps of AdamW."""
     group = dist.group.WORLD
-    model = tp.parallelize(plain(config), group)
+    model = tp.parallelize(build_model(config), group)
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(5):
-        tokens, targets = batch(step, 4, 32)
+        tokens, targets = make_batch(step, 4, 32)
         optimizer.zero_grad()
-        tp.loss(model(tokens), targets, group).backward()
+        tp.vocab_parallel_loss(model(tokens), targets, group).backward()
         optimizer.step()
     return tp.full_state_dict(model)
 
 
-weights = ranks.run(five_steps, 2, Config(seq=32, layers=2, heads=8, hidden=64))[0]
+weights = ranks.run(train_five_steps, 2, Config(seq=32, layers=2, heads=8, hidden=64))[
+    0
+]
 print("tensors of a plain GPT:", len(weights))
 
 # %% [markdown]
@@ -987,25 +1034,28 @@ LLAMAISH = replace(
 CASES = {"GPT-2's": GPT2ISH, "Llama's": LLAMAISH}
 
 
-def gradients_apart(alone, cut_, group):
+def compare_gradients(alone, cut_, group):
     """By parameter: how far its gradient is from this rank's part of one process's."""
     full = dict(alone.named_parameters())
     for (name, p), dim in zip(
-        cut_.named_parameters(), tp.cuts(cut_).values(), strict=True
+        cut_.named_parameters(), tp.get_shard_dims(cut_).values(), strict=True
     ):
         want = full[name].grad
-        yield apart(p.grad, want if dim is None else cut(want, dim))
+        yield max_difference(p.grad, want if dim is None else take_shard(want, dim))
 
 
-def compare(config, dtype):
+def compare_training(config, dtype):
     """Largest differences: logits, first gradients, weights after five steps."""
     group = dist.group.WORLD
-    alone, cut_ = plain(config, dtype), tp.parallelize(plain(config, dtype), group)
+    alone, cut_ = (
+        build_model(config, dtype),
+        tp.parallelize(build_model(config, dtype), group),
+    )
     models = [
         (alone, loss, torch.optim.AdamW(alone.parameters(), foreach=False)),
         (
             cut_,
-            lambda *x: tp.loss(*x, group),
+            lambda *x: tp.vocab_parallel_loss(*x, group),
             torch.optim.AdamW(cut_.parameters(), foreach=False),
         ),
     ]
@@ -1014,33 +1064,37 @@ def compare(config, dtype):
         outputs = []
         for model, of, optimizer in models:
             optimizer.zero_grad()
-            tokens, targets = batch(step, 4, 32)
+            tokens, targets = make_batch(step, 4, 32)
             outputs.append(model(tokens))
             of(outputs[-1], targets).backward()
         if step == 0:
-            found.append(apart(cut(outputs[0], 2), outputs[1]))
-            found.append(max(gradients_apart(alone, cut_, group)))
+            found.append(max_difference(take_shard(outputs[0], 2), outputs[1]))
+            found.append(max(compare_gradients(alone, cut_, group)))
         for _, _, optimizer in models:
             optimizer.step()
     weights, full = alone.state_dict(), tp.full_state_dict(cut_)
-    return [*found, max(apart(weights[name], full[name]) for name in weights)]
+    return [*found, max(max_difference(weights[name], full[name]) for name in weights)]
 
 
 def compare_all():
     types = torch.float32, torch.float64
-    return [compare(config, dtype) for config in CASES.values() for dtype in types]
+    return [
+        compare_training(config, dtype) for config in CASES.values() for dtype in types
+    ]
 
 
 rows = []
 found = [torch.tensor(ranks.run(compare_all, t)) for t in (2, 4)]
-for i, (name, dtype) in enumerate((n, d) for n in CASES for d in ("float32", "float64")):
+for i, (name, dtype) in enumerate(
+    (n, d) for n in CASES for d in ("float32", "float64")
+):
     # Sums over ranks are made in another order. Logits and gradients reach 1; AdamW
     # divides by a gradient's size, and where that is almost 0, rounding decides
     # which way a weight moves.
     room = (1e-4, 1e-4, 5e-3) if dtype == "float32" else (1e-12, 1e-12, 1e-9)
     off = torch.cat(found)[:, i].amax(0).tolist()
     assert all(x <= limit for x, limit in zip(off, room, strict=True)), off
-    rows.append((name, dtype, *map(short, off)))
+    rows.append((name, dtype, *map(format_short, off)))
 show.table(rows, ["model", "type", "logits", "gradients", "weights after 5 steps"])
 
 
@@ -1060,11 +1114,11 @@ show.table(rows, ["model", "type", "logits", "gradients", "weights after 5 steps
 # Table: states and activations of a rank, predicted and measured
 def held():
     """On a rank: bytes of the states after a step, and of what forward saves."""
-    model = tp.parallelize(plain(MODEL), dist.group.WORLD)
+    model = tp.parallelize(build_model(MODEL), dist.group.WORLD)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    tokens, targets = batch(0)
+    tokens, targets = make_batch(0)
     with count.track_saved_activations(model, tokens, targets) as saved:
-        value = tp.loss(model(tokens), targets, dist.group.WORLD)
+        value = tp.vocab_parallel_loss(model(tokens), targets, dist.group.WORLD)
     value.backward()
     optimizer.step()
     states = count.measure_state_bytes(model, optimizer)
@@ -1078,7 +1132,7 @@ def held():
 HELD = {t: ranks.run(held, t, device="cpu")[0] for t in (1, 2, 4)}
 rows = []
 for t, (states, saved) in HELD.items():
-    predicted = sum(tp.predicted_states(MODEL, t).values())
+    predicted = sum(tp.predict_state_bytes(MODEL, t).values())
     assert states == predicted
     layout = Layout(tp=t, micro_batch=8)
     activations = memory.activations(MODEL, layout, seq=64, precision="fp32")
@@ -1113,15 +1167,15 @@ show.table(rows, head, caption="On each rank, float32")
 
 # %% tags=["hide-input"]
 # Table: all-reduces and bytes of a step, predicted and counted
-def traffic():
+def count_traffic():
     """On a rank: (all-reduces, bytes handed to them) of forward, loss and backward."""
     group = dist.group.WORLD
-    model = tp.parallelize(plain(MODEL), group)
-    tokens, targets = batch(0)
+    model = tp.parallelize(build_model(MODEL), group)
+    tokens, targets = make_batch(0)
     with count.record_traffic() as forward:
         logits = model(tokens)
     with count.record_traffic() as of_loss:
-        value = tp.loss(logits, targets, group)
+        value = tp.vocab_parallel_loss(logits, targets, group)
     with count.record_traffic() as backward:
         value.backward()
     found = [forward, of_loss, backward]
@@ -1130,13 +1184,13 @@ def traffic():
 
 
 for t in (2, 4):
-    rows, found = [], ranks.run(traffic, t)[0]
-    calls, handed = tp.predicted_calls(MODEL, t), tp.predicted_sent(MODEL, t, 8, 64)
+    rows, found = [], ranks.run(count_traffic, t)[0]
+    calls, handed = tp.predict_calls(MODEL, t), tp.predict_sent_bytes(MODEL, t, 8, 64)
     for (counted, size), phase in zip(found, calls, strict=True):
         assert (counted, size) == (calls[phase], handed[phase])
         wires = (
-            f"{tp.on_wire(handed[phase], t) / 1e6:.3f}",
-            f"{tp.on_wire(size, t) / 1e6:.3f}",
+            f"{tp.bytes_on_wire(handed[phase], t) / 1e6:.3f}",
+            f"{tp.bytes_on_wire(size, t) / 1e6:.3f}",
         )
         rows.append((phase, calls[phase], counted, *wires))
 head = [
@@ -1197,7 +1251,7 @@ show.table(
 # In its backward `back` starts the sum, and `arrive()` waits for it; what is computed between them overlaps with the message, and so hides it.
 
 # %%
-show.source(tp.Entrance.output, _Columns.backward)
+show.source(tp.SharedInput.take_output, _Columns.backward)
 
 # %% [markdown]
 # Queries, keys and values are three layers of the plain model, which calls them one by one. The first call with an $x$ computes all three, and the other two take theirs.
@@ -1213,15 +1267,17 @@ LATENCY, BANDWIDTH = 1e-4, 50e6
 WIDER = replace(MODEL, layers=2, hidden=512)
 
 
-def silent(x, group):
+def pass_silently(x, group):
     return x
 
 
-def on_a_wire(rounds, nothing, pair):
+def time_on_wire(rounds, nothing, pair):
     """On a rank: seconds of steps: silent, on loopback, over the wire in two ways."""
     world, slow = dist.group.WORLD, link.create_slow_group(LATENCY, BANDWIDTH)
     cases = (world, nothing), (world, pair), (slow, pair), (slow, tp.REPLICATED)
-    models = [tp.parallelize(plain(WIDER), group, edges) for group, edges in cases]
+    models = [
+        tp.parallelize(build_model(WIDER), group, edges) for group, edges in cases
+    ]
     seconds = []
     for step in range(rounds + 1):
         seconds.append([])
@@ -1229,17 +1285,17 @@ def on_a_wire(rounds, nothing, pair):
             model.zero_grad()
             dist.barrier()
             begin = time.perf_counter()
-            our_step(model, step, 4)
+            run_our_step(model, step, 4)
             seconds[-1].append(time.perf_counter() - begin)
     return seconds[1:]
 
 
-edges = tp.Edges(silent, silent), tp.Edges(tp.copy_to, tp.reduce_from)
+edges = tp.Edges(pass_silently, pass_silently), tp.Edges(tp.copy_to, tp.reduce_from)
 # CPU: times of the CPU's work and a wire
-seconds = ranks.run(on_a_wire, 2, 8, *edges, device="cpu")[0]
-calls = sum(tp.predicted_calls(WIDER, 2).values())
-handed = sum(tp.predicted_sent(WIDER, 2, 4, 64).values())
-wire = calls * 2 * LATENCY + tp.on_wire(handed, 2) / BANDWIDTH
+seconds = ranks.run(time_on_wire, 2, 8, *edges, device="cpu")[0]
+calls = sum(tp.predict_calls(WIDER, 2).values())
+handed = sum(tp.predict_sent_bytes(WIDER, 2, 4, 64).values())
+wire = calls * 2 * LATENCY + tp.bytes_on_wire(handed, 2) / BANDWIDTH
 compute, bare, plainly, overlapped = map(statistics.median, zip(*seconds, strict=True))
 at_least = wire + compute * (1 - 7 / 12 / 3)
 # Steps are taken in turn, and a busy machine may burden those that send nothing
@@ -1287,7 +1343,7 @@ def row_in_pieces(x_Ti, w_iO, pieces, group):
 def in_pieces(rounds):
     """On a rank: seconds of the product, of 1 and of 8 pieces over a wire; gap."""
     group, size = link.create_slow_group(1e-4, 100e6), (1024, 1024, 1024)
-    x_Ti, w_iO = normal(dist.get_rank(), *size[:2]), normal(1, *size[1:]) / 32
+    x_Ti, w_iO = draw_normal(dist.get_rank(), *size[:2]), draw_normal(1, *size[1:]) / 32
     full_TO = row_in_pieces(x_Ti, w_iO, 1, dist.group.WORLD)
     calls = (
         lambda: x_Ti @ w_iO,
@@ -1301,7 +1357,7 @@ def in_pieces(rounds):
             begin = time.perf_counter()
             y_TO = call()
             found[-1].append(time.perf_counter() - begin)
-    return found[1:], apart(y_TO, full_TO)
+    return found[1:], max_difference(y_TO, full_TO)
 
 
 # CPU: times of the CPU's work and a wire
@@ -1315,7 +1371,7 @@ hidden = (unsplit - pieces) / min(product, wire)
 print(f"product alone {1e3 * product:.0f} ms, its sum on the wire {1e3 * wire:.0f} ms")
 print(f"in 1 piece {1e3 * unsplit:.0f} ms, in 8 pieces {1e3 * pieces:.0f} ms: ", end="")
 print(
-    f"{100 * hidden:.0f} % of the shorter is hidden; the same sum, up to {short(off)}"
+    f"{100 * hidden:.0f} % of the shorter is hidden; the same sum, up to {format_short(off)}"
 )
 
 
@@ -1331,10 +1387,10 @@ print(
 # ## PyTorch's parallelize_module beside ours
 #
 # `parallelize_module` takes a plan: a name, or a pattern, and how that module is cut. Weights become `DTensor`s, tensors that know how they are cut, and each operation on them finds out what has to be sent.
-# The plan says what [`cut_attention` and `cut_ffn`](#attention-heads-take-the-place-of-columns) do, with `PrepareModuleInput` in the place of an entrance:
+# The plan says what [`shard_attention` and `shard_ffn`](#attention-heads-take-the-place-of-columns) do, with `PrepareModuleInput` in the place of an entrance:
 
 # %%
-def by_torch(model, group, enter_once=True):
+def parallelize_by_torch(model, group, enter_once=True):
     """The same cuts with DTensor."""
     column, row, replicated = ColwiseParallel, RowwiseParallel, (Replicate(),)
     plan = {
@@ -1355,7 +1411,7 @@ def by_torch(model, group, enter_once=True):
 
 def torch_step(model, step):
     with loss_parallel():
-        value = loss(model(batch(step)[0]), batch(step)[1])
+        value = loss(model(make_batch(step)[0]), make_batch(step)[1])
         value.backward()  # inside, because it has a backward of its own
     return value
 
@@ -1365,7 +1421,7 @@ def torch_step(model, step):
 
 # %% tags=["hide-input"]
 # Table: losses, weights, all-reduces and dispatches of both
-def profiled(run, model):
+def profile_step(run, model):
     """In one step: all-reduces, and operations through DTensor's dispatcher."""
     with profile() as seen:
         run(model, 0)
@@ -1373,11 +1429,11 @@ def profiled(run, model):
     return calls["c10d::allreduce_"], calls.get("PythonSubclass", 0)
 
 
-def beside():
+def compare_with_torch():
     group, losses, models = dist.group.WORLD, [], []
     for model, run in (
-        (tp.parallelize(plain(MODEL), group), our_step),
-        (by_torch(plain(MODEL), group), torch_step),
+        (tp.parallelize(build_model(MODEL), group), run_our_step),
+        (parallelize_by_torch(build_model(MODEL), group), torch_step),
     ):
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         losses.append([])
@@ -1389,24 +1445,30 @@ def beside():
     ours, theirs = models
     others = theirs.state_dict()  # DTensors where they are cut
     weights = [
-        apart(tensor, getattr(others[name], "full_tensor", lambda n=name: others[n])())
+        max_difference(
+            tensor, getattr(others[name], "full_tensor", lambda n=name: others[n])()
+        )
         for name, tensor in tp.full_state_dict(ours).items()
     ]
-    often = by_torch(plain(MODEL), group, enter_once=False)
-    steps = (our_step, ours), (torch_step, theirs), (torch_step, often)
+    often = parallelize_by_torch(build_model(MODEL), group, enter_once=False)
+    steps = (run_our_step, ours), (torch_step, theirs), (torch_step, often)
     in_loss = max(abs(a - b) for a, b in zip(*losses, strict=True))
-    return in_loss, max(weights), [profiled(*step) for step in steps]
+    return in_loss, max(weights), [profile_step(*step) for step in steps]
 
 
 # CPU: a profiler counts gloo's calls
-in_loss, in_weights, found = ranks.run(beside, 2, device="cpu", show=False)[0]
+in_loss, in_weights, found = ranks.run(compare_with_torch, 2, device="cpu", show=False)[
+    0
+]
 # Float32, a loss of 5; AdamW divides by a gradient's size, as above.
 assert in_loss < 1e-4 and in_weights < 5e-3
 L, (calls, dispatched) = MODEL.layers, zip(*found, strict=True)
 # torch reduces the loss's two sums one by one, and queries, keys, values by themselves.
 assert calls == (4 * L + 2 + 2, 4 * L + 2 + 3, 6 * L + 2 + 3), calls
 assert dispatched[0] == 0 and min(dispatched[1:]) > 100
-print(f"five steps: losses differ by {short(in_loss)}, weights by {short(in_weights)}")
+print(
+    f"five steps: losses differ by {format_short(in_loss)}, weights by {format_short(in_weights)}"
+)
 ways = "ours", "DTensor", "DTensor, without PrepareModuleInput"
 head = [
     "two ranks, 4 blocks",
@@ -1423,12 +1485,12 @@ show.table(list(zip(ways, calls, dispatched, strict=True)), head)
 
 # %% tags=["hide-input", "measured"]
 # Measures a step of ours and of DTensor's
-def timed(rounds):
+def time_steps(rounds):
     """On a rank: seconds of steps of ours and of DTensor's."""
     group = dist.group.WORLD
     pair = {
-        "ours": (our_step, tp.parallelize(plain(MODEL), group)),
-        "DTensor": (torch_step, by_torch(plain(MODEL), group)),
+        "ours": (run_our_step, tp.parallelize(build_model(MODEL), group)),
+        "DTensor": (torch_step, parallelize_by_torch(build_model(MODEL), group)),
     }
     seconds = {who: [] for who in pair}
     for number in range(rounds + 2):
@@ -1442,7 +1504,9 @@ def timed(rounds):
     return {who: times[2:] for who, times in seconds.items()}
 
 
-seconds = ranks.run(timed, 2, 10, device="cpu", show=False)[0]  # CPU: times are gloo's
+seconds = ranks.run(time_steps, 2, 10, device="cpu", show=False)[
+    0
+]  # CPU: times are gloo's
 ratio = statistics.median(a / b for a, b in zip(*seconds.values(), strict=True))
 show.check_timing(ratio < 1.0, "ours is faster")  # about 0.7 on a quiet machine
 for who, times in seconds.items():
@@ -1461,7 +1525,7 @@ print(f"ours / DTensor, median of the ratios: {ratio:.2f}")
 # | `RowLinear` | `RowwiseParallel` | `RowParallelLinear` |
 # | `copy_to`, once for each region | `PrepareModuleInput` | `copy_to_tensor_model_parallel_region` |
 # | `reduce_from` | `Partial` to `Replicate` | `reduce_from_tensor_model_parallel_region` |
-# | `tp.loss` | `loss_parallel()` | `vocab_parallel_cross_entropy` |
+# | `tp.vocab_parallel_loss` | `loss_parallel()` | `vocab_parallel_cross_entropy` |
 # | $t$ | size of the mesh's dimension | `tensor_model_parallel_size` |
 #
 # ## What goes wrong
@@ -1477,26 +1541,26 @@ print(f"ours / DTensor, median of the ratios: {ratio:.2f}")
 LAB = replace(MODEL, layers=2, hidden=64)
 
 
-def nothing(x, group):
+def do_nothing(x, group):
     return x
 
 
-def train(edges, steps=80):
+def train_step(edges, steps=80):
     """On a rank: each step's loss, and how far what both ranks have whole is apart."""
     group, found = dist.group.WORLD, []
-    model = tp.parallelize(plain(LAB), group, edges)
+    model = tp.parallelize(build_model(LAB), group, edges)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     for step in range(steps):
         optimizer.zero_grad()
-        value = our_step(model, step % 20, 4)
+        value = run_our_step(model, step % 20, 4)
         optimizer.step()
-        found.append((value.item(), replicated_apart(model, group)))
+        found.append((value.item(), compare_replicated(model, group)))
     return found
 
 
-def replicated_apart(model, group):
+def compare_replicated(model, group):
     """Largest difference between ranks in a parameter that all of them have whole."""
-    named, cuts = dict(model.named_parameters()), tp.cuts(model)
+    named, cuts = dict(model.named_parameters()), tp.get_shard_dims(model)
     replicated = [named[name].detach().view(-1) for name in named if cuts[name] is None]
     mine = torch.cat(replicated)
     root = mine.clone()
@@ -1506,10 +1570,10 @@ def replicated_apart(model, group):
     return difference.item()
 
 
-forgotten = tp.Edges(enter=nothing, leave=tp.reduce_from)
+forgotten = tp.Edges(enter_region=do_nothing, leave_region=tp.reduce_from)
 RUNS = {
-    "as it should be": ranks.run(train, 2, tp.REPLICATED)[0],
-    "forgotten": ranks.run(train, 2, forgotten)[0],
+    "as it should be": ranks.run(train_step, 2, tp.REPLICATED)[0],
+    "forgotten": ranks.run(train_step, 2, forgotten)[0],
 }
 
 # %% tags=["hide-input"]
@@ -1550,7 +1614,7 @@ show.figure(
 
 # %% [markdown]
 # It trains. Without a second curve to compare, you would blame the learning rate.
-# Each rank's gradients lack the summand of the other rank's part of the network. So parameters that both hold whole, LayerNorms and the biases added after sums, drift apart. *That* is the test, `replicated_apart`: they must stay equal, to the bit.
+# Each rank's gradients lack the summand of the other rank's part of the network. So parameters that both hold whole, LayerNorms and the biases added after sums, drift apart. *That* is the test, `compare_replicated`: they must stay equal, to the bit.
 # [Tensor types](tensor_types.md) finds the line before the program runs.
 #
 # ### Dropout: ranks with seeds of their own, or with one seed too many
@@ -1563,10 +1627,10 @@ show.figure(
 DROPS = replace(LAB, dropout=0.1)
 
 
-def dropped(seed_of_its_own):
+def run_dropout(seed_of_its_own):
     """On a rank: loss of step 20; stream of step 1; how far norms end apart."""
     group, streams = dist.group.WORLD, []
-    model = tp.parallelize(plain(DROPS), group)
+    model = tp.parallelize(build_model(DROPS), group)
     model.norm.register_forward_pre_hook(
         lambda _, inputs: streams.append(inputs[0].detach())
     )
@@ -1574,12 +1638,12 @@ def dropped(seed_of_its_own):
     torch.manual_seed(dist.get_rank() if seed_of_its_own else 0)
     for step in range(20):
         optimizer.zero_grad()
-        value = our_step(model, step)
+        value = run_our_step(model, step)
         optimizer.step()
-    return value.item(), streams[0], replicated_apart(model, group)
+    return value.item(), streams[0], compare_replicated(model, group)
 
 
-def heads_alike():
+def compare_heads():
     """On a rank: a mask for two heads, drawn from one seed on all ranks."""
     torch.manual_seed(0)
     return F.dropout(torch.ones(2, 64, 64), 0.1) > 0
@@ -1587,19 +1651,23 @@ def heads_alike():
 
 for own in (False, True):
     # CPU: masks by the CPU's generator
-    (value, stream, norms), (_, other, _) = ranks.run(dropped, 2, own, device="cpu")
+    (value, stream, norms), (_, other, _) = ranks.run(run_dropout, 2, own, device="cpu")
     assert (
-        apart(stream, other) > 0.05 < 100 * norms
+        max_difference(stream, other) > 0.05 < 100 * norms
         if own
-        else apart(stream, other) == norms == 0
+        else max_difference(stream, other) == norms == 0
     )
     name = "a seed for each rank" if own else "one seed for all"
     print(f"between regions, {name}: loss of step 20 {value:.2f}, ", end="")
-    print(f"streams of ranks {apart(stream, other):.2f} apart, norms {norms:.4f}")
+    print(
+        f"streams of ranks {max_difference(stream, other):.2f} apart, norms {norms:.4f}"
+    )
 # CPU: masks by the CPU's generator
-same = torch.stack(ranks.run(heads_alike, 2, device="cpu"))
+same = torch.stack(ranks.run(compare_heads, 2, device="cpu"))
 fraction = (same[0] == same[1]).float().mean().item()
-print(f"within attention, one seed: {100 * fraction:.0f} % of rank 1's mask is rank 0's")
+print(
+    f"within attention, one seed: {100 * fraction:.0f} % of rank 1's mask is rank 0's"
+)
 own = (same[0, 0] == same[0, 1]).float().mean().item()
 print(f"of two heads of one rank: {100 * own:.0f} % of one mask is the other's")
 assert fraction == 1.0
@@ -1643,13 +1711,13 @@ def feed_forward(how, group, wide=64, inner=256):
     return first, second
 
 
-def initialised(how):
+def initialize_twice(how):
     group = dist.group.WORLD
     first, second = (layer.to(ranks.device()) for layer in feed_forward(how, group))
     scale = second.weight.std().item()
     sgd = torch.optim.SGD([first.weight, second.weight], lr=1.0)
     for step in range(50):
-        x_TH = normal(step, 64, 64)
+        x_TH = draw_normal(step, 64, 64)
         loss_ = (second(gelu(first(x_TH))) - gelu(x_TH.roll(1, -1))).square().mean()
         sgd.zero_grad()
         loss_.backward()
@@ -1660,7 +1728,7 @@ def initialised(how):
 rows, scales = [], {}
 for how in ("whole, then cut", "each its own seed", "one seed on all ranks"):
     # CPU: drawn by the CPU's generator
-    found = ranks.run(initialised, 2, how, device="cpu")
+    found = ranks.run(initialize_twice, 2, how, device="cpu")
     neurons = len(torch.unique(torch.cat([weight for *_, weight in found]), dim=0))
     scales[how], value, _ = found[0]
     ratio = scales[how] / scales["whole, then cut"]
@@ -1679,7 +1747,7 @@ show.table(rows, [*head, "loss after 50 steps"])
 # DTensor walks into the first of the two where its mesh has no generator of its own, as on CPUs. It prints a warning, and goes on:
 
 # %%
-def drawn_by_torch():
+def draw_by_torch():
     torch.manual_seed(0)
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
     weight = distribute_tensor(torch.zeros(8, 4), mesh, [Shard(0)])
@@ -1687,23 +1755,23 @@ def drawn_by_torch():
 
 
 # CPU: a DTensor on a CPU mesh
-shards = ranks.run(drawn_by_torch, 2, device="cpu", show=False)
+shards = ranks.run(draw_by_torch, 2, device="cpu", show=False)
 print("shards of a DTensor drawn on a CPU mesh are equal:", torch.equal(*shards))
 assert torch.equal(*shards)
 
 
 # %% [markdown]
-# So draw each matrix whole, from one seed, and keep your part. A model that is too large to be whole anywhere is drawn matrix by matrix: `tp.initialize` gives it the numbers that one process would have drawn.
+# So draw each matrix whole, from one seed, and keep your part. A model that is too large to be whole anywhere is drawn matrix by matrix: `tp.initialize_shards` gives it the numbers that one process would have drawn.
 
 # %%
-def never_full():
+def initialize_on_meta():
     group = dist.group.WORLD
     with torch.device("meta"):
         model = GPT(MODEL)
     tp.parallelize(model, group)
     torch.manual_seed(0)
     with count.track_memory(device=ranks.device()) as held:
-        tp.initialize(model)
+        tp.initialize_shards(model)
     return held.peak_bytes, tp.full_state_dict(model)
 
 
@@ -1712,25 +1780,25 @@ def never_full():
 
 # %% tags=["hide-input"]
 # Holds both against one process's numbers, bit for bit
-def resumed(state):
-    model = tp.parallelize(plain(MODEL), dist.group.WORLD)
+def resume_training(state):
+    model = tp.parallelize(build_model(MODEL), dist.group.WORLD)
     tp.load_full_state_dict(model, state)
     return tp.full_state_dict(model)
 
 
-def same_bits(found, want):
+def compare_bits(found, want):
     return all(torch.equal(found[name].cpu(), want[name].cpu()) for name in want)
 
 
-want = plain(MODEL).state_dict()
+want = build_model(MODEL).state_dict()
 full = sum(4 * tensor.numel() for tensor in want.values())
 # CPU: the same bits each time
-for peak, drawn in ranks.run(never_full, 4, device="cpu"):
-    assert peak < 0.7 * full and same_bits(drawn, want)
+for peak, drawn in ranks.run(initialize_on_meta, 4, device="cpu"):
+    assert peak < 0.7 * full and compare_bits(drawn, want)
 print(f"drawn on 4 ranks: at most {peak:,} B held of {full:,} B; the same bits")
-state = ranks.run(five_steps, 4, MODEL)[0]
+state = ranks.run(train_five_steps, 4, MODEL)[0]
 state = {name: tensor.cpu() for name, tensor in state.items()}
-assert all(same_bits(ranks.run(resumed, t, state)[0], state) for t in (1, 2))
+assert all(compare_bits(ranks.run(resume_training, t, state)[0], state) for t in (1, 2))
 print(f"{len(state)} tensors trained on 4 ranks, loaded on 1 and on 2: the same bits")
 
 
@@ -1745,10 +1813,10 @@ print(f"{len(state)} tensors trained on 4 ranks, loaded on 1 and on 2: the same 
 # Measures the norm: one process's, the module's, torch's by rank
 def norms():
     """On a rank: the norm of one process, by tp, and by torch on this rank."""
-    alone, model = plain(LAB), tp.parallelize(plain(LAB), dist.group.WORLD)
-    tokens, targets = batch(0)
+    alone, model = build_model(LAB), tp.parallelize(build_model(LAB), dist.group.WORLD)
+    tokens, targets = make_batch(0)
     loss(alone(tokens), targets).backward()
-    our_step(model, 0)
+    run_our_step(model, 0)
     found = [nn.utils.clip_grad_norm_(alone.parameters(), math.inf)]
     found.append(tp.clip_grad_norm_(model, math.inf))
     return [*found, nn.utils.clip_grad_norm_(model.parameters(), math.inf)]

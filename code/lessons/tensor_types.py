@@ -50,18 +50,18 @@ from shardlab import (
 from shardlab import tensor_types as tt
 from shardlab.common import show
 from shardlab.gpt.model import GPT, Config, loss
-from shardlab.sequence_parallel import ALONG_SEQUENCE
-from shardlab.sequence_parallel.core import _Enter, _Leave
+from shardlab.sequence_parallel import SEQUENCE_SHARDED
+from shardlab.sequence_parallel.core import _GatherSequence, _ReduceScatterSequence
 from shardlab.tensor_parallel import copy_to, reduce_from
 from shardlab.tensor_parallel.core import _CopyTo, _ReduceFrom
 from shardlab.tensor_parallel.gather import _GatherLast, _SplitLast
 from shardlab.tensor_parallel.overlap import _Columns
-from shardlab.tensor_types import adjoint, core, library, programs
+from shardlab.tensor_types import adjoint, core, spmd_rules, random_programs
 
 show.set_style()
 
 
-def numbers():
+def draw_inputs():
     """Input, two matrices and biases of a feed-forward network, and a gradient of its output."""
     generator = torch.Generator().manual_seed(1)
     shapes = (2, 4, 8), (16, 8), (16,), (8, 16), (8,), (2, 4, 8)
@@ -69,12 +69,12 @@ def numbers():
     return [x.to(ranks.device()) for x in drawn]
 
 
-def cut(x, dim, group):
+def take_shard(x, dim, group):
     """This rank's part of x."""
     return x.chunk(group.size(), dim)[group.rank()].clone()
 
 
-def off(found, wanted):
+def relative_error(found, wanted):
     """The largest difference, by the largest number."""
     return ((found - wanted).abs().max() / wanted.abs().max()).item()
 
@@ -97,25 +97,29 @@ def second(x, up, up_bias, down, bias, group):
 
 # %% tags=["hide-input"]
 # Runs both on two ranks, and holds them against one process
-def on_a_rank(network):
+def run_on_rank(network):
     """Output, and gradient of x, of a network with this rank's parts of the matrices."""
-    group, (x, up, up_bias, down, bias, dy) = dist.group.WORLD, numbers()
+    group, (x, up, up_bias, down, bias, dy) = dist.group.WORLD, draw_inputs()
     x.requires_grad_()
-    parts = cut(up, 0, group), cut(up_bias, 0, group), cut(down, 1, group)
+    parts = (
+        take_shard(up, 0, group),
+        take_shard(up_bias, 0, group),
+        take_shard(down, 1, group),
+    )
     y = network(x, *parts, bias, group)
     y.backward(dy)
     return y.detach(), x.grad
 
 
-x, up, up_bias, down, bias, dy = [part.cpu() for part in numbers()]
+x, up, up_bias, down, bias, dy = [part.cpu() for part in draw_inputs()]
 x.requires_grad_()
 y = F.linear(F.gelu(F.linear(x, up, up_bias)), down, bias)
 y.backward(dy)
 OFF = {}
 for network in (first, second):
-    found = ranks.run(on_a_rank, 2, network)
+    found = ranks.run(run_on_rank, 2, network)
     OFF[network] = [
-        max(off(f, w) for f in each)
+        max(relative_error(f, w) for f in each)
         for each, w in zip(zip(*found, strict=True), (y, x.grad), strict=True)
     ]
     assert OFF[network][0] < 1e-14  # float64: sums in another order
@@ -126,13 +130,13 @@ assert OFF[first][1] < 1e-14 and 0.96 < OFF[second][1] < 0.97
 # %% [markdown]
 # Same output, same loss, and a gradient that is off by 97 %.
 # No test of the forward pass will tell them apart. No line of the second program is wrong by itself, either: what is wrong is that `x` is multiplied by `up`.
-# This lesson gives tensors words that make it visible, and a checker of some 240 lines that reads them.
+# This lesson gives tensors types that make the mistake visible, and a checker of some 240 lines that reads these types.
 #
-# ## Four words
+# ## Four types
 #
 # On a group of ranks a tensor is more than its numbers. Is it the same on all of them? And once backward has run, is its *gradient*?
 #
-# ![The four words, on two ranks. I: both hold 3, and both hold the gradient, 5. R: both hold 3; their gradients are 2 and 3, addends of 5. V: they hold 3 and 4, with gradients 5 and 6. P: they hold 1 and 2, addends of 3, and both hold the gradient, 5.](../figures/tensor_types_kinds.svg)
+# ![The four types, on two ranks. I: both hold 3, and both hold the gradient, 5. R: both hold 3; their gradients are 2 and 3, addends of 5. V: they hold 3 and 4, with gradients 5 and 6. P: they hold 1 and 2, addends of 3, and both hold the gradient, 5.](../figures/tensor_types_kinds.svg)
 #
 # - **I**, invariant: all ranks hold it, and all do the same with it. Each finds the whole gradient. The stream between the cut parts is I, and so are norms' weights.
 # - **R**, replicated: all hold it too, and each does something of its own with it. Each finds an addend of the gradient. What has entered a cut part is R, and with data parallelism all weights are.
@@ -142,57 +146,57 @@ assert OFF[first][1] < 1e-14 and 0.96 < OFF[second][1] < 0.97
 # I and R hold the same numbers in forward. They differ in what backward owes them, and this is the difference that no output shows.
 # PyTorch's DTensor has three placements, Replicate, Shard and Partial: R, V and P. The names are those of Meta's `spmd_types`, with which [we compare](#the-production-library) later.
 #
-# A gradient has a word as well, and it follows from the tensor's: I has I, V has V, and R and P have each other.
+# A gradient has a type as well, which follows from the tensor's: I has I, V has V, and R and P have each other.
 
 # %%
-print({word: tt.DUAL[word] for word in tt.WORDS})
+print(tt.GRADIENT_TYPES)
 
 # %% [markdown]
-# Now read the network by words.
+# Now read the network by types.
 #
-# ![A feed-forward network, by words. Above, as it should be: x is I, f makes it R; the product with the cut W₁ is V, GELU leaves it V, the product with the cut W₂ is V and is meant as P, g makes the sum, I, and the bias, which is I, is added. Gradients go back by the dual words: I, R, V, V, P, I. Below, without f: x is I and meets W₁, which is V. There the checker stops.](../figures/tensor_types_chain.svg)
+# ![A feed-forward network, by types. Above, as it should be: x is I, f makes it R; the product with the cut W₁ is V, GELU leaves it V, the product with the cut W₂ is V and is meant as P, g makes the sum, I, and the bias, which is I, is added. Gradients go back with the dual types: I, R, V, V, P, I. Below, without f: x is I and is multiplied by W₁, which is V. There the checker stops.](../figures/tensor_types_chain.svg)
 #
-# `copy_to`, Megatron's $f$, turns I into R. It computes nothing in forward: it *is* this change of word, and the all-reduce in its backward is what the change costs.
+# `copy_to`, Megatron's $f$, turns I into R. It computes nothing in forward: it *is* this change of type, and the all-reduce in its backward is what the change costs.
 # `reduce_from`, $g$, makes I of P.
 #
 # ## A checker in twenty lines
 #
-# Operators that send have two words, what they take and what they give. For all else one rule will do: like goes with like, and R goes with V.
-# P must be summed before anything is computed with it, and I goes with nothing but I.
+# An operator that sends has a signature: the type of its input and the type of its result. All other operations follow one rule: equal types can be combined, and R can be combined with V.
+# P must be summed before anything is computed with it, and I can be combined only with I.
 
 # %%
 SENDS = {"f": ("I", "R"), "g": ("P", "I")}
 
 
-def meet(a, b):
-    """The word of what is computed from a and b, where nothing is sent."""
+def combine(a, b):
+    """The type of what is computed from a and b, where nothing is sent."""
     if a == b != "P":
         return a
     if {a, b} == {"R", "V"}:
         return "V"
-    raise ValueError(f"{a} meets {b}")
+    raise ValueError(f"{a} is combined with {b}")
 
 
-def follow(program, word="I"):
-    """The words that a program's tensor goes through; a step is an operator or a parameter."""
-    words = [word]
+def follow(program, type_="I"):
+    """The types that a program's tensor goes through; a step is an operator or a parameter."""
+    types = [type_]
     for step in program:
         if step in SENDS:
-            takes, gives = SENDS[step]
-            if word != takes and (word, takes) != ("V", "P"):
-                raise ValueError(f"{step} takes {takes}, and is given {word}")
-            word = gives
+            src, dst = SENDS[step]
+            if type_ != src and (type_, src) != ("V", "P"):
+                raise ValueError(f"{step} is {src} -> {dst}, but its input is {type_}")
+            type_ = dst
         else:
-            word = meet(word, step)
-        words.append(word)
-    return " ".join(words)
+            type_ = combine(type_, step)
+        types.append(type_)
+    return " ".join(types)
 
 
 # %% [markdown]
 # V may be declared to be P, as in the product with the cut $W_2$: whether each rank's own numbers are addends, only the author knows.
 #
 # Is it right? The next cell follows seven programs. Then two real ranks run each with random numbers, and finite differences say which gradients are wrong.
-# A step `I`, `R` or `V` is a product with a parameter of this word.
+# A step `I`, `R` or `V` is a product with a parameter of this type.
 
 # %% tags=["hide-input"]
 # Table: seven programs, the plain checker and finite differences
@@ -203,14 +207,14 @@ OPERATORS |= {
 }
 
 
-def along(edge):
+def along_sequence(edge):
     """An operator along the sequence, for four numbers: a sequence of one feature."""
     return lambda y, group: edge(y.view(1, -1, 1), group).view(-1)
 
 
 OPERATORS |= {
-    "enter": along(ALONG_SEQUENCE.enter),
-    "leave": along(ALONG_SEQUENCE.leave),
+    "enter": along_sequence(SEQUENCE_SHARDED.enter_region),
+    "leave": along_sequence(SEQUENCE_SHARDED.leave_region),
 }
 SEVEN = {
     "as it should be": "f V V g",
@@ -223,12 +227,14 @@ SEVEN = {
 }
 
 
-def wrong_gradients(chosen):
+def find_wrong_gradients(chosen):
     """On a rank: by program, the parameters whose gradient finite differences refute."""
     found = []
     for seed, program in enumerate(chosen):
         found.append(
-            programs.wrong_gradients(program, seed, dist.group.WORLD, OPERATORS)
+            random_programs.find_wrong_gradients(
+                program, seed, dist.group.WORLD, OPERATORS
+            )
         )
     return found
 
@@ -240,7 +246,7 @@ steps = [
 ]
 rows = []
 for (name, text), wrong in zip(
-    SEVEN.items(), ranks.run(wrong_gradients, 2, steps)[0], strict=True
+    SEVEN.items(), ranks.run(find_wrong_gradients, 2, steps)[0], strict=True
 ):
     try:
         said = f"passes: {follow(text.split())}"
@@ -255,9 +261,9 @@ show.table(
 # %% [markdown]
 # The twenty lines look at no number, and each verdict is that of finite differences.
 #
-# What the plain version leaves out: real PyTorch programs; more than one group; what sums, products and views do with P; tensors that need no gradient; backward and the step; and whether $f$ and $g$ are what their words say.
+# What the plain version leaves out: real PyTorch programs; more than one group; what sums, products and views do with P; tensors that need no gradient; backward and the step; and whether $f$ and $g$ have the types in their signatures.
 #
-# ## What decides a word: numbers
+# ## What decides a type: numbers
 #
 # The last point first. An operator over ranks is a linear map $A$ of all that the ranks hold, and backward has to be its adjoint $A^{\!\top}$. For any $x$ and $dy$ then
 #
@@ -266,17 +272,17 @@ show.table(
 # $$
 #
 # with the products taken over everything that the ranks hold: once for I, of which all have a copy; added up over the ranks for the others.
-# So draw $x$ and $dy$ as the words say, run forward and backward once, and compare two numbers. Beside it, what is to be equal on all ranks has to be, and forward must not change the value that the ranks hold together.
+# So draw $x$ and $dy$ as their types say, run forward and backward once, and compare two numbers. Beside it, what is to be equal on all ranks has to be, and forward must not change the value that the ranks hold together.
 
 # %%
-show.source(adjoint.disproof)
+show.source(adjoint.find_contradictions)
 
 
 # %% [markdown]
-# Each of the course's operators, the two of the [next lesson](sequence_parallel.md) included, goes through all sixteen pairs of words, and through one more operator: $f$ whose author forgot what its backward is for.
+# Each of the course's operators, the two of the [next lesson](sequence_parallel.md) included, is tested with all sixteen signatures. So is one more operator: an $f$ whose author forgot the all-reduce in backward.
 
 # %%
-class Forgets(torch.autograd.Function):
+class ForgetfulCopy(torch.autograd.Function):
     """copy_to without the all-reduce in backward."""
 
     @staticmethod
@@ -293,120 +299,122 @@ CANDIDATES = {
     "reduce_from": (reduce_from, -1),
     "gather_last": (tensor_parallel.gather_last, -1),
     "split_last": (tensor_parallel.split_last, -1),
-    "enter, along the sequence": (ALONG_SEQUENCE.enter, 1),
-    "leave, along the sequence": (ALONG_SEQUENCE.leave, 1),
-    "copy_to that forgets": (Forgets.apply, -1),
+    "enter, along the sequence": (SEQUENCE_SHARDED.enter_region, 1),
+    "leave, along the sequence": (SEQUENCE_SHARDED.leave_region, 1),
+    "copy_to that forgets": (ForgetfulCopy.apply, -1),
 }
 
 
-def pairs_that_pass():
-    pairs = [f"{src} -> {dst}" for src in tt.WORDS for dst in tt.WORDS]
+def list_passing_signatures():
+    pairs = [f"{src} -> {dst}" for src in tt.TYPES for dst in tt.TYPES]
     return {
         name: [
             w
             for w in pairs
-            if not adjoint.disproof(op, w, dist.group.WORLD, dimension=dim)
+            if not adjoint.find_contradictions(op, w, dist.group.WORLD, dimension=dim)
         ]
         for name, (op, dim) in CANDIDATES.items()
     }
 
 
 # %% tags=["hide-input"]
-# Table: the pairs of words that numbers leave, on two ranks
-left = ranks.run(pairs_that_pass, 2)[0]
+# Table: the signatures that the numbers leave, on two ranks
+left = ranks.run(list_passing_signatures, 2)[0]
 assert [len(pairs) for pairs in left.values()] == [1] * 6 + [4]
 assert "I -> R" not in left["copy_to that forgets"]
 show.table(
     [(name, ", ".join(pairs)) for name, pairs in left.items()],
-    ["operator", "words that pass"],
+    ["operator", "signatures that pass"],
 )
 
 # %% [markdown]
-# For each of the six one pair is left: its words are a fact. The one that forgets is the identity, which passes for several pairs, but never for I and R.
+# For each of the six, one signature is left: its types are a fact. The operator that forgets is the identity, which passes with several signatures, but never with I → R.
 #
-# *Numbers test the words; words test the programs.*
+# *Numbers test the types; types test the programs.*
 #
 # ## The checker
 #
-# Now the same for real programs of PyTorch. What is known of a tensor travels with it, as an attribute: a word for each axis of the mesh.
-# An operator of the course states its words in one line, beside its forward:
+# Now the same for real programs of PyTorch. What is known of a tensor travels with it, as an attribute: a type for each axis of the mesh.
+# An operator of the course states its signature in one line, beside its forward:
 
 # %%
 show.source(_ReduceFrom)
 
 # %% [markdown]
-# The table of what goes with what has three additions to `meet`. P goes through sums with its like, views, and products with R: `how` says which of them a function is. What gets no gradient (tokens, masks, anything under `no_grad`) may be I or R as needed, for they differ in nothing but the gradient. And what does not fit says why.
+# The table of types has three additions to `combine`. P goes through sums with its like, views, and products with R: `kind` says which of them a function is. What gets no gradient (tokens, masks, anything under `no_grad`) may be I or R as needed, for they differ in nothing but the gradient. And what does not fit says why.
 
 # %%
-show.source(core.combined, core.moved)
+show.source(core.combine_types, core.convert_type)
 
 # %% [markdown]
 # To see each operation, the checker is a `TorchFunctionMode`: torch calls it in the place of each of its functions. It finds the result's type *before* the function runs, runs it, and attaches the type to the result.
 
 # %%
-show.source(core.Follow.__torch_function__, core.Follow.judge)
+show.source(core.TypeChecker.__torch_function__, core.TypeChecker.infer_types)
 
 # %% [markdown]
-# On the axis of its group an operator's own words count; on all other axes it is an operation like any other.
+# On the axis of its group an operator's own signature counts; on all other axes it is an operation like any other.
 
 # %%
-show.source(core.Follow.each_axis, core.Follow.operator)
+show.source(core.TypeChecker.combine_axes, core.TypeChecker.check_operator)
 
 # %% [markdown]
-# Some operators are many in one: `_Columns` starts queries, keys and values at once, and hides a message behind their products. It says what it is in plain ones, and the checker follows those.
+# Some operators are many in one: `_Columns` starts queries, keys and values at once, and hides a message behind their products. Its `forward_unfused` computes the same with plain operators, and the checker follows those.
 
 # %%
-show.source(_Columns.plainly)
+show.source(_Columns.forward_unfused)
 
 # %% [markdown]
 # Plain collectives, `dist.all_reduce` and its like, make R of P, in place.
 # Where a gradient is to go through one, autograd knows nothing of it: backward hands on what comes, which makes an all-reduce I, and is the end for any other.
 
 # %%
-show.source(core.Follow.raw)
+show.source(core.TypeChecker.check_collective)
 
 # %% [markdown]
 # torch hands an autograd Function to no mode. So Megatron's $f$ and its like are `Operator`s, whose `apply` asks the mode while a check goes on. A result of any other Function is refused where it is used.
 
 # %%
-show.source(tt.Operator, core.checking)
+show.source(tt.Operator, core.check_types)
 
 
 # %% [markdown]
 # One call checks a step: the processes are pretended, and messages move nothing, so it needs neither a GPU nor a second rank.
-# `step` is called with a group for each axis. `declare` says what a tensor is.
+# `step` is called with a group for each axis. `declare_types` says what a tensor is.
 
 # %%
-def network_step(network, tp):
-    words = {"x": "I", "up": "V", "up_bias": "V", "down": "V", "bias": "I"}
+def step_network(network, tp):
+    types = {"x": "I", "up": "V", "up_bias": "V", "down": "V", "bias": "I"}
     shapes = (2, 4, 8), (8, 8), (8,), (8, 8), (8,)
     tensors = [
-        tt.declare(torch.randn(shape).requires_grad_(), tp=word)
-        for shape, word in zip(shapes, words.values(), strict=True)
+        tt.declare_types(torch.randn(shape).requires_grad_(), tp=type_)
+        for shape, type_ in zip(shapes, types.values(), strict=True)
     ]
     network(*tensors, tp).sum().backward()
 
 
 for network in (first, second):
-    print(tt.check(partial(network_step, network), tp=2))
+    print(tt.check_step(partial(step_network, network), tp=2))
 
 
 # %% [markdown]
-# The second program is refused before its product is computed: with the line, the operation and its words, and what would be right.
+# The second program is refused before its product is computed: with the line, the operation and its types, and the fix.
 #
 # ## Equal: of 200 random programs, all that pass are right
 #
-# A checker that lets a wrong program pass is worse than none. So 200 programs are drawn from six operators that send, products and sums with parameters of all four words, and GELU.
+# A checker that lets a wrong program pass is worse than none. So 200 programs are drawn from six operators that send, products and sums with parameters of all four types, and GELU.
 # The checker judges each. Then two real ranks run each of them and compare every parameter's gradient with finite differences.
 
 # %%
-def refusals(chosen):
-    return [programs.refusal(p, dist.group.WORLD, OPERATORS) for p in chosen]
+def find_type_errors(chosen):
+    return [
+        random_programs.find_type_error(p, dist.group.WORLD, OPERATORS) for p in chosen
+    ]
 
 
-CHOSEN = programs.draw(200, seed=0)
-said = ranks.run_with_fake_group(refusals, 2, CHOSEN)
-wrong = ranks.run(wrong_gradients, 2, CHOSEN)[0]
+CHOSEN = random_programs.draw_programs(200, seed=0)
+said = ranks.run_with_fake_group(find_type_errors, 2, CHOSEN)
+wrong = ranks.run(find_wrong_gradients, 2, CHOSEN)[0]
 
 # %% tags=["hide-input"]
 # Table: the checker's verdict beside finite differences
@@ -424,75 +432,75 @@ show.table(rows, ["the checker", "gradients right", "some gradient wrong"])
 #
 # ## Through backward and the step
 #
-# Words do not end with the loss.
+# Types do not end with the loss.
 #
-# ![A step of data and tensor parallelism, by the words of a matrix on both axes, dp and tp. The matrix is R on dp and V on tp, the local loss V and I. It is said to be an addend of the joint loss: P and I. Backward gives the matrix a gradient with the dual words, P and V. The all-reduce over dp makes it R and V, which are the matrix's own words: the step may be taken. Without the all-reduce P meets R in the step.](../figures/tensor_types_step.svg)
+# ![A step of data and tensor parallelism, by the types of a matrix on both axes, dp and tp. The matrix is R on dp and V on tp, the local loss V and I. It is said to be an addend of the joint loss: P and I. Backward gives the matrix a gradient with the dual types, P and V. The all-reduce over dp makes it R and V, which are the matrix's own types: the step may be taken. Without the all-reduce P is combined with R in the step.](../figures/tensor_types_step.svg)
 #
 # The loss of a rank's own batch is V on the data axis. You say that it is an addend of the joint one, P.
 # A loss that is I or P may go backward; of an R one every rank would count the gradient again.
-# Backward then gives each parameter a gradient with its dual word, and no operation needs to be looked at.
+# Backward then gives each parameter a gradient with the dual type, and no operation needs to be looked at.
 
 # %%
-show.source(core.Follow.backward, core.Follow.dual)
+show.source(core.TypeChecker.check_backward, core.TypeChecker.set_gradient_types)
 
 # %% [markdown]
 # What comes after is ordinary code, and is followed again: all-reduces make R of P, clipping is an operation, and the step must not add what does not fit.
 #
-# Here is the course's own GPT on a data × tensor mesh of 2 × 2, with its own functions. `tensor_parallel.words(model)` says V for what is cut and I for what is whole; with the stream cut along the sequence, as in the [next lesson](sequence_parallel.md), norms see a rank's own tokens, and it says R.
+# Here is the course's own GPT on a data × tensor mesh of 2 × 2, with its own functions. `tensor_parallel.get_parameter_types(model)` returns V for parameters that are cut and I for whole ones. With the stream cut along the sequence, as in the [next lesson](sequence_parallel.md), norms see only a rank's own tokens, and whole parameters are R.
 
 # %%
 SMALL = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32, tied=False)
 
 
-def after_backward(model, dp, tp):
+def reduce_and_clip(model, dp, tp):
     """What a step owes its gradients."""
-    if model.edges is ALONG_SEQUENCE:
+    if model.edges is SEQUENCE_SHARDED:
         sequence_parallel.sum_gradients(model, tp)
     data_parallel.average_gradients(model, dp)
     tensor_parallel.clip_grad_norm_(model, 1.0)
 
 
-def mesh_step(dp, tp, edges=tensor_parallel.REPLICATED, after=after_backward):
+def step_on_mesh(dp, tp, edges=tensor_parallel.REPLICATED, after=reduce_and_clip):
     model = tensor_parallel.parallelize(GPT(SMALL), tp, edges)
-    tt.declare_parameters(model, dp="R", tp=tensor_parallel.words(model))
+    tt.declare_parameters(model, dp="R", tp=tensor_parallel.get_parameter_types(model))
     tokens, targets = (
-        tt.declare(torch.randint(64, (2, 16)), dp="V", tp="R") for _ in range(2)
+        tt.declare_types(torch.randint(64, (2, 16)), dp="V", tp="R") for _ in range(2)
     )
-    value = tensor_parallel.loss(model(tokens), targets, tp)
-    tt.declare(value, dp="P").backward()  # an addend of the joint loss
+    value = tensor_parallel.vocab_parallel_loss(model(tokens), targets, tp)
+    tt.declare_types(value, dp="P").backward()  # an addend of the joint loss
     after(model, dp, tp)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter -= 0.1 * parameter.grad
 
 
-for edges in (tensor_parallel.REPLICATED, ALONG_SEQUENCE):
-    print(tt.check(partial(mesh_step, edges=edges), dp=2, tp=2))
+for edges in (tensor_parallel.REPLICATED, SEQUENCE_SHARDED):
+    print(tt.check_step(partial(step_on_mesh, edges=edges), dp=2, tp=2))
 
 
 # %% [markdown]
-# Nothing of the model was changed for it but the line of words beside each operator. Now with some steps left out:
+# Nothing of the model was changed for it but the signature beside each operator. Now with some steps left out:
 
 # %%
-def not_averaged(model, dp, tp):
+def skip_average(model, dp, tp):
     tensor_parallel.clip_grad_norm_(model, 1.0)
 
 
-def clipped_by_rank(model, dp, tp):
+def clip_by_rank(model, dp, tp):
     data_parallel.average_gradients(model, dp)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
-def norms_forgotten(model, dp, tp):
+def forget_norms(model, dp, tp):
     data_parallel.average_gradients(model, dp)
 
 
 for after, edges in (
-    (not_averaged, tensor_parallel.REPLICATED),
-    (clipped_by_rank, tensor_parallel.REPLICATED),
-    (norms_forgotten, ALONG_SEQUENCE),
+    (skip_average, tensor_parallel.REPLICATED),
+    (clip_by_rank, tensor_parallel.REPLICATED),
+    (forget_norms, SEQUENCE_SHARDED),
 ):
-    verdict = tt.check(partial(mesh_step, edges=edges, after=after), dp=2, tp=2)
+    verdict = tt.check_step(partial(step_on_mesh, edges=edges, after=after), dp=2, tp=2)
     print(f"{after.__name__} {verdict}\n")
     assert not verdict
 
@@ -519,7 +527,7 @@ def attention(x, queries, keys_values, scale, out, group, f_kv=copy_to, f_norm=c
     return reduce_from(F.linear(y_BaSD.transpose(1, 2).flatten(-2), out), group)
 
 
-def nothing(x, group):
+def do_nothing(x, group):
     return x
 
 
@@ -535,7 +543,7 @@ SHAPES = {
 PARTS = {"queries": 0, "out": 1}
 
 
-def weights():
+def draw_weights():
     generator = torch.Generator().manual_seed(3)
     return {
         name: torch.randn(shape, generator=generator, dtype=torch.float64).to(
@@ -546,38 +554,42 @@ def weights():
     }
 
 
-def bug(tp, options):
-    """Output and gradients of an attention, here with this rank's parts; words declared."""
-    made = weights()
+def step_attention(tp, options):
+    """Output and gradients of an attention, here with this rank's parts; types declared."""
+    made = draw_weights()
     for name, x in made.items():
-        x = cut(x, PARTS[name], tp) if name in PARTS else x
-        made[name] = tt.declare(x.requires_grad_(), tp="V" if name in PARTS else "I")
-        made[name].called = name
+        x = take_shard(x, PARTS[name], tp) if name in PARTS else x
+        made[name] = tt.declare_types(
+            x.requires_grad_(), tp="V" if name in PARTS else "I"
+        )
+        made[name].tensor_name = name
     y = attention(**made, group=tp, **options)
     y.square().sum().backward()
     return y.detach(), {name: x.grad for name, x in made.items()}
 
 
-def on_ranks(options):
-    return bug(dist.group.WORLD, options)
+def step_on_ranks(options):
+    return step_attention(dist.group.WORLD, options)
 
 
-[(full, wanted)] = ranks.run(on_ranks, 1, {})  # on one rank nothing is cut
+[(full, wanted)] = ranks.run(step_on_ranks, 1, {})  # on one rank nothing is cut
 rows = []
 for name, options in (
     ("right", {}),
-    ("keys and values whole, without f", {"f_kv": nothing}),
-    ("norm on each head, without f", {"f_norm": nothing}),
+    ("keys and values whole, without f", {"f_kv": do_nothing}),
+    ("norm on each head, without f", {"f_norm": do_nothing}),
 ):
     output, worst = 0.0, (0.0, "")
-    for rank, (y, gradients) in enumerate(ranks.run(on_ranks, 2, options)):
-        output = max(output, off(y, full))
+    for rank, (y, gradients) in enumerate(ranks.run(step_on_ranks, 2, options)):
+        output = max(output, relative_error(y, full))
         for which, gradient in gradients.items():
             want = wanted[which]
             want = want.chunk(2, PARTS[which])[rank] if which in PARTS else want
             gap = ((gradient - want).norm() / want.norm()).item()
             worst = max(worst, (gap, which))
-    verdict = tt.check(lambda tp, options=options: bug(tp, options), tp=2)
+    verdict = tt.check_step(
+        lambda tp, options=options: step_attention(tp, options), tp=2
+    )
     assert verdict.ok == (worst[0] < 1e-12) == (not options) and output < 1e-12
     line = "passes" if verdict else verdict.message.splitlines()[1].split(": each")[0]
     rows.append(
@@ -600,22 +612,26 @@ show.table(
 # Operators that send can be counted in the model itself: an entrance and an exit for each attention, each feed-forward network; an exit of the embedding, an entrance of the head, and the loss. That is $4L + 3$.
 
 # %%
-def one_axis(tp, layers):
+def step_one_axis(tp, layers):
     model = tensor_parallel.parallelize(GPT(replace(SMALL, layers=layers)), tp)
-    tt.declare_parameters(model, tp=tensor_parallel.words(model))
-    tokens, targets = (tt.declare(torch.randint(64, (2, 16)), tp="R") for _ in range(2))
-    tensor_parallel.loss(model(tokens), targets, tp).backward()
+    tt.declare_parameters(model, tp=tensor_parallel.get_parameter_types(model))
+    tokens, targets = (
+        tt.declare_types(torch.randint(64, (2, 16)), tp="R") for _ in range(2)
+    )
+    tensor_parallel.vocab_parallel_loss(model(tokens), targets, tp).backward()
 
 
 # %% tags=["hide-input"]
 # Table: operations and operators, predicted and counted
-FOUND = {n: tt.check(partial(one_axis, layers=n), tp=2) for n in (1, 2, 4, 12)}
-each = FOUND[2].judged - FOUND[1].judged
+FOUND = {
+    n: tt.check_step(partial(step_one_axis, layers=n), tp=2) for n in (1, 2, 4, 12)
+}
+each = FOUND[2].num_checked - FOUND[1].num_checked
 rows = []
 for n, verdict in FOUND.items():
-    predicted, sends = FOUND[1].judged + (n - 1) * each, 4 * n + 3
-    assert (predicted, sends) == (verdict.judged, verdict.sent)
-    rows.append((n, predicted, verdict.judged, sends, verdict.sent))
+    predicted, sends = FOUND[1].num_checked + (n - 1) * each, 4 * n + 3
+    assert (predicted, sends) == (verdict.num_checked, verdict.num_communicating)
+    rows.append((n, predicted, verdict.num_checked, sends, verdict.num_communicating))
 head = [
     "layers",
     "operations: predicted",
@@ -631,7 +647,7 @@ show.table(rows, head)
 
 # %% tags=["hide-input", "measured"]
 # Table: milliseconds of a forward, plain and followed
-def seconds(layers, rounds=7):
+def time_steps(layers, rounds=7):
     """In a pretended rank: medians of a forward and backward, plain and followed."""
     tp, found = dist.group.WORLD, []
     for followed in (False, True):
@@ -639,10 +655,10 @@ def seconds(layers, rounds=7):
         for _ in range(rounds):
             begin = time.perf_counter()
             if followed:
-                with tt.checking(tp=tp):
-                    one_axis(tp, layers)
+                with tt.check_types(tp=tp):
+                    step_one_axis(tp, layers)
             else:
-                one_axis(tp, layers)
+                step_one_axis(tp, layers)
             took.append(time.perf_counter() - begin)
         found.append(sorted(took)[rounds // 2])
     return found
@@ -650,7 +666,7 @@ def seconds(layers, rounds=7):
 
 rows = []
 for n in (2, 12):
-    plain, followed = ranks.run_with_fake_group(seconds, 2, n)
+    plain, followed = ranks.run_with_fake_group(time_steps, 2, n)
     each = 1e3 * (followed - plain) / n
     show.check_timing(
         each < 200, "the check of a layer takes less than 200 ms"
@@ -663,43 +679,50 @@ show.table(rows, ["layers", "plain (ms)", "followed (ms)", "check of a layer (ms
 #
 # ## The production library
 #
-# `spmd_types` by Meta (version 0.3.1 of October 2026, a beta under BSD licence) has the same four words, and brings operators of its own with them.
-# torchtitan uses it. An autograd Function tells it what it does in a hook; `library.attach` makes that hook from the words of ours.
+# `spmd_types` by Meta (version 0.3.1 of October 2026, a beta under BSD licence) has the same four types, and brings operators of its own with them.
+# torchtitan uses it. An autograd Function tells it what it does in a hook; `spmd_rules.attach_rule` makes that hook from the signatures of ours.
 # Five hundred other random programs go to both checkers:
 
 # %%
 THERE = importlib.util.find_spec("spmd_types") is not None
 
 
-def both(chosen):
+def check_with_both(chosen):
     """In a pretended rank: for each program, whether ours and theirs pass it."""
     warnings.filterwarnings(
         "ignore", category=FutureWarning
     )  # older names of collectives
     group = dist.group.WORLD
     for operator in (_CopyTo, _ReduceFrom, _GatherLast, _SplitLast):
-        library.attach(operator)
-    for operator in (_Enter, _Leave):
-        library.attach(operator, dimension=1)
+        spmd_rules.attach_rule(operator)
+    for operator in (_GatherSequence, _ReduceScatterSequence):
+        spmd_rules.attach_rule(operator, dimension=1)
 
     def declared():
-        given = programs.parameters(0, group)
+        given = random_programs.make_parameters(0, group)
         return {
-            n: library.declare(x, tp=programs.PARAMETERS[n]) for n, x in given.items()
+            n: spmd_rules.declare_types(x, tp=random_programs.PARAMETER_TYPES[n])
+            for n, x in given.items()
         }
 
     def run(program, given):
-        programs.run(program, given, group, OPERATORS, partial(library.declare, tp="P"))
+        random_programs.run_program(
+            program, given, group, OPERATORS, partial(spmd_rules.declare_types, tp="P")
+        )
 
-    theirs = [library.verdict(partial(run, p), declared, {"tp": group}) for p in chosen]
-    ours = [programs.refusal(p, group, OPERATORS) for p in chosen]
+    theirs = [
+        spmd_rules.find_error(partial(run, p), declared, {"tp": group}) for p in chosen
+    ]
+    ours = [random_programs.find_type_error(p, group, OPERATORS) for p in chosen]
     return [(not a, not b) for a, b in zip(ours, theirs, strict=True)]
 
 
 # %% tags=["hide-input"]
 # Table: what both say of 500 random programs
 if THERE:
-    told = Counter(ranks.run_with_fake_group(both, 2, programs.draw(500, seed=2)))
+    told = Counter(
+        ranks.run_with_fake_group(check_with_both, 2, random_programs.draw_programs(500, seed=2))
+    )
     assert sum(told.values()) == 500 and not told[True, False] + told[False, True]
     rows = [
         (text, told[ours, True], told[ours, False])
@@ -722,12 +745,12 @@ def gelu_of_addends(x, up_rows, tp):
 
 
 def ours(tp):
-    x = tt.declare(torch.randn(2, 8).requires_grad_(), tp="I")
-    up_rows = tt.declare(torch.randn(16, 4).requires_grad_(), tp="V")
+    x = tt.declare_types(torch.randn(2, 8).requires_grad_(), tp="I")
+    up_rows = tt.declare_types(torch.randn(16, 4).requires_grad_(), tp="V")
     gelu_of_addends(x, up_rows, tp).sum().backward()
 
 
-def theirs():
+def step_theirs():
     import spmd_types as spmd
     from spmd_types.checker import typecheck
 
@@ -746,14 +769,14 @@ def theirs():
             return str(error).splitlines()[0]
 
 
-print("ours:      ", tt.check(ours, tp=2))
-found = ranks.run_with_fake_group(theirs, 2) if THERE else "not installed here"
+print("ours:      ", tt.check_step(ours, tp=2))
+found = ranks.run_with_fake_group(step_theirs, 2) if THERE else "not installed here"
 print("spmd_types:", found)
 
 # %% [markdown]
 # The price of that mode is that every operation needs a sharding rule: on CPUs attention, the masked embedding and a loss over a cut vocabulary had to be left out as islands when the course's GPT was tried. And its interface moves: ten releases in its first seven months, in which functions changed their names three times.
 # Its local mode knows what ours does, and a check takes ours 0.5 to 0.8 times as long ([the benchmark](../benchmarks/tensor_types.py), two and twelve layers, on CPUs).
-# One step beside one process finds this network as well: its *output* is wrong. That is the division of labour: **equality sees what forward computes, words see what backward owes it.**
+# One step beside one process finds this network as well: its *output* is wrong. That is the division of labour: **equality sees what forward computes, types see what backward owes it.**
 #
 # ## What goes wrong
 #
@@ -770,12 +793,12 @@ def plain():
     return GPT(SHAPE).to(ranks.device(), torch.float64)
 
 
-def joint():
+def joint_batch():
     """Tokens and targets of the joint batch, [4, 16]."""
     return [x.to(ranks.device()) for x in JOINT]
 
 
-def finished(model):
+def finish_step(model):
     """Gradients as they are before the step, which is taken."""
     found = {
         name: parameter.grad.clone() for name, parameter in model.named_parameters()
@@ -786,32 +809,34 @@ def finished(model):
     return found
 
 
-def owed(model, tp):
-    if model.edges is ALONG_SEQUENCE:
+def sum_norm_gradients(model, tp):
+    if model.edges is SEQUENCE_SHARDED:
         sequence_parallel.sum_gradients(model, tp)
 
 
-def by_tensor(
+def step_tensor_parallel(
     tp,
     edges=tensor_parallel.REPLICATED,
-    prepare=nothing,
+    prepare=do_nothing,
     roll=False,
-    after=owed,
-    logits=nothing,
+    after=sum_norm_gradients,
+    logits=do_nothing,
 ):
     """Loss and gradients of a step of tensor parallelism; each argument can be a mistake."""
     model = tensor_parallel.parallelize(plain(), tp, edges)
     prepare(model, tp)
-    tt.declare_parameters(model, tp=tensor_parallel.words(model))
-    batch = [part.roll(tp.rank(), 0) for part in joint()] if roll else joint()
-    x, y = [tt.declare(part, tp="V" if roll else "R") for part in batch]
-    value = tensor_parallel.loss(logits(model(x), tp), y, tp)
+    tt.declare_parameters(model, tp=tensor_parallel.get_parameter_types(model))
+    batch = (
+        [part.roll(tp.rank(), 0) for part in joint_batch()] if roll else joint_batch()
+    )
+    x, y = [tt.declare_types(part, tp="V" if roll else "R") for part in batch]
+    value = tensor_parallel.vocab_parallel_loss(logits(model(x), tp), y, tp)
     value.backward()
     after(model, tp)
-    return value.detach(), finished(model)
+    return value.detach(), finish_step(model)
 
 
-def by_data(
+def step_data_parallel(
     dp,
     batches=((0, 2), (2, 4)),
     scale=1.0,
@@ -821,97 +846,116 @@ def by_data(
     """The same of data parallelism, on this rank's share of the batch."""
     model = plain()
     tt.declare_parameters(model, dp="R")
-    x, y = [tt.declare(part[slice(*batches[dp.rank()])], dp="V") for part in joint()]
+    x, y = [
+        tt.declare_types(part[slice(*batches[dp.rank()])], dp="V")
+        for part in joint_batch()
+    ]
     for _ in range(steps):  # and nobody sets gradients to zero
         value = loss(model(x), y)
-        tt.declare(value * scale, dp="P").backward()
+        tt.declare_types(value * scale, dp="P").backward()
         after(model, dp)
     value = value.detach().clone()
     dist.all_reduce(value, group=dp)
-    return value / 2, finished(model)
+    return value / 2, finish_step(model)
 
 
-def by_context(cp, attention="ring"):
+def step_context_parallel(cp, attention="ring"):
     """The same of context parallelism; without a ring, each rank's tokens are a text of its own."""
     model = plain()
     if attention:
-        model = context_parallel.distribute(model, cp, attention, "contiguous")
+        model = context_parallel.distribute_model(model, cp, attention, "contiguous")
     tt.declare_parameters(model, cp="R")
-    x, y = [tt.declare(part.chunk(2, 1)[cp.rank()], cp="V") for part in joint()]
+    x, y = [
+        tt.declare_types(part.chunk(2, 1)[cp.rank()], cp="V") for part in joint_batch()
+    ]
     value = loss(model(x), y)
-    tt.declare(value, cp="P").backward()
+    tt.declare_types(value, cp="P").backward()
     context_parallel.average_gradients(model, cp)
     value = value.detach().clone()
     dist.all_reduce(value, group=cp)
-    return value / 2, finished(model)
+    return value / 2, finish_step(model)
 
 
-AXIS = {by_tensor: "tp", by_data: "dp", by_context: "cp"}
+AXIS = {
+    step_tensor_parallel: "tp",
+    step_data_parallel: "dp",
+    step_context_parallel: "cp",
+}
 
 
-def far(step, options, clipped):
+def compare_with_one_process(step, options, clipped):
     """On a rank: how far the loss and the worst gradient are from one process's."""
     group, alone = dist.group.WORLD, plain()
     value, gradients = step(group, **options)
-    x, y = joint()
+    x, y = joint_batch()
     full = loss(alone(x), y)
     full.backward()
     if clipped:
         nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
     dims = {}
-    if step is by_tensor:
-        dims = tensor_parallel.cuts(tensor_parallel.parallelize(plain(), group))
+    if step is step_tensor_parallel:
+        dims = tensor_parallel.get_shard_dims(
+            tensor_parallel.parallelize(plain(), group)
+        )
     worst = 0.0
     for name, parameter in alone.named_parameters():
         want, dim = parameter.grad, dims.get(name)
-        want = want if dim is None else cut(want, dim, group)
+        want = want if dim is None else take_shard(want, dim, group)
         worst = max(worst, ((gradients[name] - want).norm() / want.norm()).item())
     return abs(value.item() / full.item() - 1), worst
 
 
-def measured(step, options):
+def measure_mistake(step, options):
     """Loss and worst gradient, how far they are off on any rank; what the checker says."""
-    clipped = options.get("after") is clipped_own
+    clipped = options.get("after") is clip_own_norm
     # CPU: float64, of the host
-    found = ranks.run(far, 2, step, options, clipped, device="cpu")
-    verdict = tt.check(partial(step, **options), **{AXIS[step]: 2})
+    found = ranks.run(compare_with_one_process, 2, step, options, clipped, device="cpu")
+    verdict = tt.check_step(partial(step, **options), **{AXIS[step]: 2})
     return *(max(each) for each in zip(*found, strict=True)), verdict
 
 
-def percent(fraction):
+def format_percent(fraction):
     """With two digits; 0 is rounding."""
-    return "0" if fraction < 1e-10 else f"{100 * fraction:.{0 if fraction > 0.1 else 2}f}"
+    return (
+        "0" if fraction < 1e-10 else f"{100 * fraction:.{0 if fraction > 0.1 else 2}f}"
+    )
 
 
-def clipped_own(model, group):
+def clip_own_norm(model, group):
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
 for step, options in (
-    (by_tensor, {}),
-    (by_tensor, {"edges": ALONG_SEQUENCE}),
-    (by_data, {}),
-    (by_context, {}),
+    (step_tensor_parallel, {}),
+    (step_tensor_parallel, {"edges": SEQUENCE_SHARDED}),
+    (step_data_parallel, {}),
+    (step_context_parallel, {}),
 ):
-    value, gradient, verdict = measured(step, options)
+    value, gradient, verdict = measure_mistake(step, options)
     assert verdict and max(value, gradient) < 1e-10, (value, gradient, verdict)
 
 
 # %% [markdown]
-# Factors are no words, random numbers have none, and what you declare is believed.
+# Types do not see factors or random numbers, and what you declare is believed.
 
 # %%
-def apart_at_start(model, tp):
+def start_apart(model, tp):
     torch.manual_seed(tp.rank())
     nn.init.normal_(model.norm.weight.data)
 
 
 UNSEEN = {
-    "the loss divided by N, and its gradients averaged": (by_data, {"scale": 1 / 2}),
-    "means of unequal batches, averaged": (by_data, {"batches": ((0, 3), (3, 4))}),
-    "weights that started apart": (by_tensor, {"prepare": apart_at_start}),
+    "the loss divided by N, and its gradients averaged": (
+        step_data_parallel,
+        {"scale": 1 / 2},
+    ),
+    "means of unequal batches, averaged": (
+        step_data_parallel,
+        {"batches": ((0, 3), (3, 4))},
+    ),
+    "weights that started apart": (step_tensor_parallel, {"prepare": start_apart}),
     "a factor that differs by rank": (
-        by_tensor,
+        step_tensor_parallel,
         {"logits": lambda x, tp: x * (1 + tp.rank())},
     ),
 }
@@ -920,33 +964,33 @@ UNSEEN = {
 # Table: mistakes that pass, and what one step beside one process shows of them
 rows = []
 for name, case in UNSEEN.items():
-    value, gradient, verdict = measured(*case)
+    value, gradient, verdict = measure_mistake(*case)
     assert verdict and gradient > 0.01
-    rows.append((name, percent(value), percent(gradient), "passes"))
+    rows.append((name, format_percent(value), format_percent(gradient), "passes"))
 show.table(rows, ["mistake", "loss off (%)", "worst gradient off (%)", "the checker"])
 
 
 # %% [markdown]
 # All four show in one step beside one process, if you compare gradients and not the loss alone: the first has the right loss.
 #
-# ### Words that are believed
+# ### Types that are believed
 #
-# An operator that states I → R and forgets its all-reduce passes every check of programs; [the numeric test](#what-decides-a-word-numbers) is for that.
-# Hooks that work within backward, such as those of `DataParallel` and ZeRO, are not followed. Say with `believe` what they leave behind, and test it as their lessons do, beside one process.
+# An operator that states I → R and forgets its all-reduce passes every check of programs; [the numeric test](#what-decides-a-type-numbers) is for that.
+# Hooks that work within backward, such as those of `DataParallel` and ZeRO, are not followed. Say with `override_types` what they leave behind, and test it as their lessons do, beside one process.
 # And a check in which nothing is differentiated checks nothing of $f$, for without a gradient I and R are one. The verdict says so:
 
 # %%
-def without_gradients(tp):
+def step_without_gradients(tp):
     with torch.no_grad():
-        x = tt.declare(torch.randn(2, 8), tp="I")
-        F.linear(x, tt.declare(torch.randn(4, 8), tp="V"))
+        x = tt.declare_types(torch.randn(2, 8), tp="I")
+        F.linear(x, tt.declare_types(torch.randn(4, 8), tp="V"))
 
 
-print(tt.check(without_gradients, tp=2))
+print(tt.check_step(step_without_gradients, tp=2))
 
 
 # %% [markdown]
-# What moves between two ranks only, as in a pipeline, has no words: there each rank runs another program. Check the model uncut.
+# What moves between two ranks only, as in a pipeline, has no type: there each rank runs another program. Check the model uncut.
 #
 # ### Every mistake of this course
 #
@@ -955,68 +999,88 @@ print(tt.check(without_gradients, tp=2))
 
 # %% tags=["hide-input"]
 # The mistakes that were run: lesson, name, step and what is wrong with it
-def equal_shards(model, tp):
+def draw_equal_shards(model, tp):
     """Each rank draws with one seed, in its small shapes: all have the first part."""
     full = dict(plain().named_parameters())
-    for name, parameter, dim, _ in tensor_parallel.states.pieces(model):
+    for name, parameter, dim, _ in tensor_parallel.states.list_shards(model):
         if dim is not None:
             parameter.data.copy_(full[name].chunk(tp.size(), dim)[0])
 
 
-def parameters_averaged(model, dp):
+def average_parameters(model, dp):
     with torch.no_grad():
         for parameter in model.parameters():
             dist.all_reduce(parameter, group=dp)
             parameter /= dp.size()
 
 
-FORGOTTEN = tensor_parallel.Edges(nothing, reduce_from)
+FORGOTTEN = tensor_parallel.Edges(do_nothing, reduce_from)
 RUN = [
     (
         "tensor_parallel",
         "all-reduce in backward forgotten",
-        by_tensor,
+        step_tensor_parallel,
         {"edges": FORGOTTEN},
     ),
     (
         "tensor_parallel",
         "shards drawn from one seed",
-        by_tensor,
-        {"prepare": equal_shards},
+        step_tensor_parallel,
+        {"prepare": draw_equal_shards},
     ),
-    ("tensor_parallel", "a batch for each rank", by_tensor, {"roll": True}),
-    ("tensor_parallel", "a norm for each rank", by_tensor, {"after": clipped_own}),
+    ("tensor_parallel", "a batch for each rank", step_tensor_parallel, {"roll": True}),
+    (
+        "tensor_parallel",
+        "a norm for each rank",
+        step_tensor_parallel,
+        {"after": clip_own_norm},
+    ),
     (
         "sequence_parallel",
         "norms' gradients not summed",
-        by_tensor,
-        {"edges": ALONG_SEQUENCE, "after": nothing},
+        step_tensor_parallel,
+        {"edges": SEQUENCE_SHARDED, "after": do_nothing},
     ),
-    ("context_parallel", "each rank a short text", by_context, {"attention": None}),
+    (
+        "context_parallel",
+        "each rank a short text",
+        step_context_parallel,
+        {"attention": None},
+    ),
     (
         "data_parallel",
         "hook averages parameters",
-        by_data,
-        {"after": parameters_averaged},
+        step_data_parallel,
+        {"after": average_parameters},
     ),
-    ("data_parallel", "gone round the wrapper", by_data, {"after": nothing}),
-    ("data_parallel", "means of unequal batches", by_data, {"batches": ((0, 3), (3, 4))}),
-    ("data_parallel", "zero_grad forgotten (step 2)", by_data, {"steps": 2}),
-    ("pipeline", "gradients m times too large", by_data, {"scale": 4.0}),
+    (
+        "data_parallel",
+        "gone round the wrapper",
+        step_data_parallel,
+        {"after": do_nothing},
+    ),
+    (
+        "data_parallel",
+        "means of unequal batches",
+        step_data_parallel,
+        {"batches": ((0, 3), (3, 4))},
+    ),
+    ("data_parallel", "zero_grad forgotten (step 2)", step_data_parallel, {"steps": 2}),
+    ("pipeline", "gradients m times too large", step_data_parallel, {"scale": 4.0}),
 ]
 
 # %% tags=["hide-input"]
 # Table: every mistake of the lessons, and what finds it
 rows, count_ = [], Counter()
 for lesson, name, step, options in RUN:
-    value, gradient, verdict = measured(step, options)
+    value, gradient, verdict = measure_mistake(step, options)
     assert gradient > 0.01
     right = value < 1e-10
     count_["right loss"] += right
     count_["found"] += not verdict
     count_["both"] += right and not verdict
-    seen = "gradients: " if right else f"loss: {percent(value)} %, gradients: "
-    seen += f"{percent(gradient)} %"
+    seen = "gradients: " if right else f"loss: {format_percent(value)} %, gradients: "
+    seen += f"{format_percent(gradient)} %"
     rows.append((lesson, name, seen, "passes" if verdict else "finds it", ""))
 assert (len(RUN), count_["right loss"], count_["found"], count_["both"]) == (
     11,
@@ -1044,7 +1108,13 @@ rows += [
     ("mesh", "twins that do not meet", "gradients of the twins", NOT, ""),
     ("mesh", "copies of unequal batches weigh the same", "gradients", PASSES, ""),
     ("mesh", "dropout: a seed for each rank", "no: random", PASSES, "masks, compared"),
-    ("mesh", "tensor groups across nodes", "no: all is right", PASSES, "bytes, counted"),
+    (
+        "mesh",
+        "tensor groups across nodes",
+        "no: all is right",
+        PASSES,
+        "bytes, counted",
+    ),
     ("data_parallel", "no_sync forgotten", "no: all is right", NOT, "bytes, counted"),
     ("data_parallel", "device of the second node", "", "", "an error, or one full GPU"),
     ("data_parallel", "a rank skips a bucket", "", NOT, "hangs"),
@@ -1102,7 +1172,15 @@ rows += [
     ("strategy", "rates, spills, fits", "", "", "seconds, measured"),
     ("cluster", "hangs, stragglers, networks", "", "", "watching the job"),
 ]
-order = ["memory", "collectives", "gemm", "data_parallel", "train", "zero", "checkpoint"]
+order = [
+    "memory",
+    "collectives",
+    "gemm",
+    "data_parallel",
+    "train",
+    "zero",
+    "checkpoint",
+]
 order += ["pipeline", "tensor_parallel", "sequence_parallel", "context_parallel"]
 order += ["experts", "mesh", "deepspeed_engine", "strategy", "cluster"]
 head = ["lesson", "mistake", "one step beside one process", "the checker", "else"]
@@ -1128,25 +1206,25 @@ show.table(
 # | for | against |
 # |---|---|
 # | Finds gradients that no output shows, before the program runs: all that pass are right, of 1,500 programs | A program can be right and be refused: 216 of the 1,048 refused ones |
-# | Names the line, the operation and what would be right | Each operator that sends has to state its words; nobody looks into it |
-# | Needs one process, no GPU, no reference, some milliseconds a layer | Factors, random numbers and starting values have no words |
+# | Names the line, the operation and the fix | Each operator that sends has to state its signature; nobody looks into it |
+# | Needs one process, no GPU, no reference, some milliseconds a layer | Factors, random numbers and starting values have no types |
 # | Follows ordinary code, the step included | Backward's own hooks, and messages between two ranks, are believed |
 #
-# In a real job the sign that it is set up right is a count: `sent` is $4L + 3$ for a tensor-parallel model, and `backwards` is not 0.
+# In a real job the sign that it is set up right is a count: `num_communicating` is $4L + 3$ for a tensor-parallel model, and `num_backwards` is not 0.
 #
 # ```{admonition} On more GPUs
 # :class: note
 #
-# Words are the same on any device: nothing on this page would change, but for the milliseconds. The numeric test runs on the ranks' own GPUs, in float64.
+# Types are the same on any device: nothing on this page would change, but for the milliseconds. The numeric test runs on the ranks' own GPUs, in float64.
 # ```
 #
 # ## Exercises
 #
-# ```{exercise-start} Words of a model (easy)
+# ```{exercise-start} Types of a model (easy)
 # :label: ex-tt-words
 # ```
 #
-# A GPT is trained by data and tensor parallelism, with the stream cut along the sequence between the cut parts. Give, as a string of two words for the axes dp and tp, such as `"RV"`:
+# A GPT is trained by data and tensor parallelism, with the stream cut along the sequence between the cut parts. Give, as a string of two types for the axes dp and tp, such as `"RV"`:
 # the weight of a norm; its gradient right after backward; the matrix `up`, cut by columns; its gradient right after backward; the tokens, of which each copy has its own.
 
 # %%
@@ -1186,11 +1264,11 @@ check(answer, "type_words")
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} An operator for its words (medium)
+# ```{exercise-start} An operator for its types (medium)
 # :label: ex-tt-operator
 # ```
 #
-# Write an operator with the words V → R: all ranks' `x` [..., n] side by side, [..., t n], for ranks that go on with it differently. `group` has t ranks. The check runs the numeric test on real ones.
+# Write an operator with the signature V → R: all ranks' `x` [..., n] side by side, [..., t n], for ranks that go on with it differently. `group` has t ranks. The check runs the numeric test on real ones.
 
 # %%
 def my_operator(x, group):
@@ -1213,7 +1291,7 @@ check(my_operator)
 
 # %%
 class GatherForAll(torch.autograd.Function):
-    words = "V -> R"
+    signature = "V -> R"
 
     @staticmethod
     def forward(ctx, x, group):
@@ -1244,10 +1322,10 @@ check(my_operator)
 # :label: ex-tt-meet
 # ```
 #
-# Return the word of a sum of tensors with the given `words` (a list, of any length from 1), all of which get gradients and are added as they are; `None` where it is refused.
+# Return the type of a sum of tensors with the given `types` (a list, of any length from 1), all of which get gradients and are added as they are; `None` where it is refused.
 
 # %%
-def my_sum(words):
+def my_sum(types):
     pass  # your code
 
 
@@ -1266,10 +1344,10 @@ check(my_sum)
 # I is alone with its like, and so is P: a sum of addends is an addend. The others may be mixed.
 
 # %%
-def my_sum(words):
-    found = set(words)
+def my_sum(types):
+    found = set(types)
     if len(found) == 1:
-        return words[0]
+        return types[0]
     return "V" if found == {"R", "V"} else None
 
 
@@ -1352,7 +1430,7 @@ check(answer, "type_plan")
 # :class: dropdown
 # ```
 #
-# Three are wrong words. A factor that is in the loss shows in the loss; wrong positions do as well, if you look at enough digits. The order of data is right in every step.
+# Three are wrong types. A factor that is in the loss shows in the loss; wrong positions do as well, if you look at enough digits. The order of data is right in every step.
 
 # %%
 answer = {
@@ -1381,5 +1459,5 @@ check(answer, "type_plan")
 # ## Further reading
 #
 # - {cite:t}`shoeybi2019megatron`: the two operators, in section 3.
-# - The documentation of `spmd_types` ([github.com/meta-pytorch/spmd_types](https://github.com/meta-pytorch/spmd_types)): words, operators, and both modes; `design.md` says why.
+# - The documentation of `spmd_types` ([github.com/meta-pytorch/spmd_types](https://github.com/meta-pytorch/spmd_types)): types, operators, and both modes; `design.md` says why.
 # - {cite:t}`jiang2025ttrace`: the other school, which finds such bugs in training runs by comparing tensors with a reference.

@@ -18,7 +18,7 @@ from shardlab.common.show.drawing import (
 )
 
 RANKS, PIECES = 4, 8
-MINE = [cp.positions("zigzag", PIECES, RANKS, rank).tolist() for rank in range(RANKS)]
+MINE = [cp.token_positions("zigzag", PIECES, RANKS, rank).tolist() for rank in range(RANKS)]
 OWNER = {piece: rank for rank, pieces in enumerate(MINE) for piece in pieces}
 SIZE, LEFT, TOP, KEYS, ROW = 0.23, 0.5, 0.66, 2.98, 0.48
 Square = tuple[int, int]  # index of the queries' piece, index of the keys' piece

@@ -12,8 +12,8 @@ from sheet import INK, boxes, keep
 
 from shardlab import pipeline
 from shardlab.common.show.drawing import draw_text, draw_title, make_canvas, pick_text_color
-from shardlab.pipeline.picture import IDLE, KIND_COLORS, box
 from shardlab.pipeline.simulate import Span, Timeline
+from shardlab.pipeline.timeline_figure import IDLE_STYLE, KIND_COLORS, make_box
 
 STAGES, MICROBATCHES = 4, 6
 LEFT, TOP, HELD = 0.66, 0.48, 2.18  # left of the rows, tops of both tables
@@ -57,14 +57,14 @@ def row(
         if not wide:
             continue
         x = LEFT + span.begin * unit
-        for color, corners in box(x, top, wide, TALL, span):
+        for color, corners in make_box(x, top, wide, TALL, span):
             outline = Outline([*corners, corners[0]], closed=True)
             shapes.setdefault((color, span.end > since), []).append(outline)
         draw_text(
             axes, x + wide / 2, top + TALL / 2, str(span.microbatch), fontsize=8,
             color=pick_text_color(KIND_COLORS[span.kind]),
         )  # fmt: skip
-    boxes(axes, idle, **IDLE)
+    boxes(axes, idle, **IDLE_STYLE)
     for (color, current), outlines in shapes.items():
         look = {"fc": color, "ec": INK if current else "#222222", "lw": 1.6 if current else 0.4}
         patch = PathPatch(Outline.make_compound_path(*outlines), clip_on=False, **look)
@@ -72,7 +72,7 @@ def row(
 
 
 def draw(name: str, number: int, whole: Timeline, since: float, now: float) -> None:
-    unit = 27 * UNIT / whole.cost  # gives both pictures the same width
+    unit = 27 * UNIT / whole.step_time  # gives both pictures the same width
     figure, axes = make_canvas(LEFT + 27 * UNIT + 0.08, 3.5)
     draw_title(axes, LEFT, 0.16, f"time {since:g} to {now:g}", ha="left")
     for said, kind, x in (("forward", "F", 1.55), ("backward", "B", 2.45)):
@@ -103,7 +103,7 @@ def main() -> None:
         ("pipeline", "1f1b", MICROBATCHES, TIMES),
         ("pipeline_naive", "naive", 1, AT_ONCE),
     ):
-        whole = pipeline.simulate(pipeline.schedule(schedule, STAGES, m))  # a backward takes 2
+        whole = pipeline.simulate(pipeline.make_schedule(schedule, STAGES, m))  # a backward takes 2
         for number, (since, now) in enumerate(zip((0, *times[:-1]), times, strict=True), 1):
             draw(name, number, whole, since, now)
 

@@ -16,7 +16,7 @@ from visiting import Visit
 
 from shardlab.common import show
 from shardlab.common.shapes import PRESETS
-from shardlab.pipeline import NAMES
+from shardlab.pipeline import SCHEDULE_NAMES
 
 KINDS = {"memory": "memory", "schedule": "pipeline", "strategy": "strategy"}  # where they stand
 SLOW = 60_000  # ms: until Python is loaded, where tests share two cores
@@ -122,7 +122,7 @@ def test_answers_are_those_of_python(opened):
         given |= {"tp": pick("1248"), "pp": pick("1234"), "recompute": pick(["none", "full"])}
         given |= {"batch": pick("1247"), "precision": pick(["bf16", "fp32", "8-bit", "int3"])}
         questions.append(("memory", given))
-    for name in NAMES:
+    for name in SCHEDULE_NAMES:
         given = {"name": name, "stages": pick("1234"), "microbatches": pick("01358")}
         given |= {"forward": pick(["1", "0.37", "1,2"]), "hop": pick(["0", "0.1", "-1"])}
         questions.append(("schedule", given))

@@ -167,7 +167,7 @@ def _(size: int) -> Trial:
 
 def _smallest(config: Config, tokens: int, limit: float, rows: int) -> int | None:
     for size in range(1, config.experts + 1):
-        if config.experts % size or 16 * experts.held(config, size) > limit:
+        if config.experts % size or 16 * experts.count_held_parameters(config, size) > limit:
             continue
         if tokens * size * config.experts_per_token / config.experts >= rows:
             return size

@@ -26,12 +26,12 @@ number("pipeline_bubble", _IDLE, rel=0.005,
 
 
 def _orders(name: str, p: int, m: int) -> list[list[str]]:
-    made = pipeline.schedule(name, p, m).orders
+    made = pipeline.make_schedule(name, p, m).orders
     return [[str(action) for action in order] for order in made]
 
 
 def _course(stage: int, p: int, m: int, v: int) -> list[str]:
-    order = pipeline.interleaved(p, m, v).orders[stage]
+    order = pipeline.schedule_interleaved(p, m, v).orders[stage]
     return [f"{a.kind}{a.microbatch}.{a.chunk}" for a in order]
 
 
@@ -97,7 +97,7 @@ cases(
         ([7, 3], 1),
         ([4, 1, 3, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7], 6),
     ),
-    lambda costs, parts: _slowest(costs, parts, pipeline.balance(costs, parts)),
+    lambda costs, parts: _slowest(costs, parts, pipeline.balance_layers(costs, parts)),
     call=lambda answer, costs, parts: _slowest(costs, parts, answer(costs, parts)),
     says="Right: no part slower than necessary, for 6 lists of layers.",
     mistakes={"Layers are counted here; what has to be even is their time.": _even},

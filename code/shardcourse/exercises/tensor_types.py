@@ -15,7 +15,7 @@ from shardcourse.exercises import Wrong, exercise
 from shardcourse.exercises.forms import blanks, cases, differentiate, run_answer
 from shardlab import ranks
 from shardlab import tensor_types as tt
-from shardlab.tensor_types.adjoint import disproof
+from shardlab.tensor_types.adjoint import find_contradictions
 
 _MODEL = {"norm": "RR", "norm's gradient": "PP", "up": "RV", "up's gradient": "PV", "tokens": "VR"}
 
@@ -23,8 +23,8 @@ _MODEL = {"norm": "RR", "norm's gradient": "PP", "up": "RV", "up's gradient": "P
 blanks(
     "type_words",
     _MODEL,
-    says="Right: on each axis a gradient has the dual word of its tensor.",
-    otherwise="Its first word is of dp, its second of tp. Do all ranks of the axis hold the same? "
+    says="Right: on each axis a gradient has the dual type of its tensor.",
+    otherwise="The first type is on dp, the second on tp. Do all ranks of the axis hold the same? "
     "Does each use it with something of its own? What does each rank find for it in backward?",
     wrong={
         ("norm", "RI"): "Where the stream is whole, tp is I; here a rank's norm sees its own "
@@ -35,7 +35,7 @@ blanks(
 )
 
 _ADDENDS = (
-    "Its words are V -> I. Forward is right. Your backward takes what it is given for the whole "
+    "Its signature is V -> I. Forward is right. Your backward takes what it is given for the whole "
     "gradient, as all ranks have it of I: but the gradient of R is P, and addends have to be added "
     "up."
 )
@@ -52,8 +52,8 @@ def _operator(answer: Callable[..., Any]) -> Any:
             "torch.autograd.Function with a backward.",
             None,
         )
-    found = disproof(answer, "V -> R", group)
-    return found, bool(found) and not disproof(answer, "V -> I", group)
+    found = find_contradictions(answer, "V -> R", group)
+    return found, bool(found) and not find_contradictions(answer, "V -> I", group)
 
 
 @exercise("my_operator")
@@ -69,18 +69,18 @@ def _(answer: Callable[..., Any]) -> str:
     return "Right on 2 and 4 ranks: ⟨y, dy⟩ = ⟨x, dx⟩, and the value stays."
 
 
-def _summed(words: list[str]) -> str | None:
+def _summed(types: list[str]) -> str | None:
     try:
-        return tt.combined(words, [False] * len(words), "sum")
-    except tt.Mismatch:
+        return tt.combine_types(types, [False] * len(types), "sum")
+    except tt.TypeMismatch:
         return None
 
 
 cases(
     "my_sum",
-    [(list(words),) for n in (1, 2, 3) for words in product(tt.WORDS, repeat=n)],
+    [(list(types),) for n in (1, 2, 3) for types in product(tt.TYPES, repeat=n)],
     _summed,
-    says="Right for all 84 lists of up to three words.",
+    says="Right for all 84 lists of up to three types.",
 )
 
 
@@ -131,14 +131,14 @@ def _(answer: Callable[..., Any]) -> str:
         made = _parts(tp)
         made.pop("dy")
         for name, x in made.items():
-            x.called = name
-            tt.declare(x, tp="V" if name in _CUT else "I")
+            x.tensor_name = name
+            tt.declare_types(x, tp="V" if name in _CUT else "I")
         answer(*made.values(), tp).sum().backward()
 
     size = 2
     found = run_answer(_trained, size, answer)
     try:
-        verdict = tt.check(step, tp=size)
+        verdict = tt.check_step(step, tp=size)
     except ranks.RankError as error:
         raise Wrong(f"Under the checker, {error}") from None
     for rank, (mine, gradients) in enumerate(found):
@@ -158,8 +158,11 @@ def _(answer: Callable[..., Any]) -> str:
 
 _WAYS = ("types", "loss", "gradients", None)
 _PLAN = {
-    "copy_to forgotten": ("types", "x is I and meets a matrix that is V."),
-    "loss divided by N twice, before backward": ("loss", "A factor is no word; it is in the loss."),
+    "copy_to forgotten": ("types", "x is I and is multiplied by a matrix that is V."),
+    "loss divided by N twice, before backward": (
+        "loss",
+        "A factor has no type; it is in the loss.",
+    ),
     "a rank's tokens begin at position 0": (
         "loss",
         "Positions are numbers: which output has them?",
@@ -171,7 +174,7 @@ _PLAN = {
 blanks(
     "type_plan",
     {name: right for name, (right, _) in _PLAN.items()},
-    says="Right: words first, then one step beside one process; time is a third matter.",
+    says="Right: types first, then one step beside one process; time is a third matter.",
     otherwise="Allowed are 'types', 'loss', 'gradients' and None, for each mistake.",
     wrong={
         (name, given): "It finds it, and something cheaper does as well."

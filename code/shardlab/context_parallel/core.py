@@ -9,14 +9,14 @@ to its own keys, sends its keys and values to the next rank, and receives the pr
 N turns every query has met every key, and no rank ever held more than two ranks' keys and values
 beside its own (Liu et al. 2023, "Ring Attention", arXiv 2310.01889, section 3). Attention over one
 block of keys is only a partial result, because softmax divides by a sum over all keys. So each
-block also returns the logarithm of its sum, and `merge` combines two blocks (online softmax:
+block also returns the logarithm of its sum, and `merge_attention` combines two (online softmax:
 Milakov and Gimelshein 2018, arXiv 1805.02867; over blocks: Dao et al. 2022, arXiv 2205.14135, 3.1).
 
 `all_to_all_attention` is the other implementation: see `ulysses`.
 
-    model = distribute(GPT(config), group, attention="ring", layout="zigzag")
+    model = distribute_model(GPT(config), group, attention="ring", layout="zigzag")
     optimizer = torch.optim.AdamW(model.parameters())
-    tokens_Bs, targets_Bs = (shard(x, group, "zigzag") for x in batch)
+    tokens_Bs, targets_Bs = (shard_tokens(x, group, "zigzag") for x in batch)
     loss(model(tokens_Bs), targets_Bs).backward()
     average_gradients(model, group)
     optimizer.step()
@@ -48,11 +48,11 @@ from shardlab.ranks import check_group, check_same, check_same_once, check_train
 from shardlab.tensor_types.operator import Operator
 
 from .kernel import block_attention, block_gradients
-from .layout import check_layout, check_shapes, key_repeats, positions, split
+from .layout import check_layout, check_shapes, count_key_repeats, split_seq, token_positions
 from .ulysses import all_to_all_attention
 
 
-def merge(
+def merge_attention(
     out_BAsD: Tensor, lse_BAs: Tensor, block_BAsD: Tensor, block_lse_BAs: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Combine attention over two sets of keys; return (output, logarithm of the sum) over both.
@@ -72,14 +72,14 @@ def ring_attention(
     group: dist.ProcessGroup,
     causal: bool = True,
     layout: str = "zigzag",
-    trace: list[Work] | None = None,
+    trace: list[BlockTiming] | None = None,
 ) -> Tensor:
     """Return attention of this rank's queries over all ranks' keys, [B, A, s, D].
 
-    Collective: all ranks pass tensors of the same shapes, sharded by `split(…, layout)`. The
-    result is differentiable in queries, keys and values. trace: a list that receives a `Work`
-    for every block computed, in forward and in backward. For 16-bit inputs, partial outputs are
-    merged, and the gradients of keys and values are sent, in float32.
+    Collective: all ranks pass tensors of the same shapes, sharded by `split_seq`. The result
+    is differentiable in queries, keys and values. trace: a list that receives a `BlockTiming` for
+    every block computed, in forward and in backward. For 16-bit inputs, partial outputs are merged,
+    and the gradients of keys and values are sent, in float32.
 
     Raises ValueError, before any communication, for mismatched shapes and unknown layouts.
     """
@@ -91,7 +91,7 @@ def ring_attention(
 
 
 class _RingAttention(Operator):
-    words = "V, V, V -> V"  # see tensor_types
+    signature = "V, V, V -> V"  # see tensor_types
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
@@ -102,14 +102,14 @@ class _RingAttention(Operator):
             q.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format
         ).transpose(1, 2)
         lse_BAs = torch.empty(q.shape[:3], dtype=wide, device=q.device)
-        kv = ring.pack(k, v)
+        kv = ring.stack_kv(k, v)
         for turn in range(ring.size):
-            passing = ring.pass_on(kv, turn)
-            for rows, keys, masked in ring.work(turn, q.device):
+            passing = ring.send_kv(kv, turn)
+            for rows, keys, masked in ring.run_turn(turn, q.device):
                 k_block, v_block = (x[:, :, keys] for x in kv)
                 y, lse = block_attention(q[:, :, rows], k_block, v_block, masked)
                 if turn:  # turn 0 computes a first output for every query
-                    y, lse = merge(out_BAsD[:, :, rows], lse_BAs[:, :, rows], y, lse)
+                    y, lse = merge_attention(out_BAsD[:, :, rows], lse_BAs[:, :, rows], y, lse)
                 out_BAsD[:, :, rows], lse_BAs[:, :, rows] = y, lse
                 del y, lse, k_block, v_block  # free them before the next block allocates its own
             if passing is not None:
@@ -125,11 +125,11 @@ class _RingAttention(Operator):
         ring, (q, k, v, out_BAsD, lse_BAs) = ctx.ring, ctx.saved_tensors
         wide = torch.promote_types(q.dtype, torch.float32)
         dq_BAsD = torch.zeros_like(q, dtype=wide)
-        kv, coming = ring.pack(k, v), None
+        kv, coming = ring.stack_kv(k, v), None
         for turn in range(ring.size):
-            passing = ring.pass_on(kv, turn)
+            passing = ring.send_kv(kv, turn)
             dkv = torch.zeros((2, *k.shape), dtype=wide, device=k.device)  # [2, B, K, s, D]
-            for rows, keys, masked in ring.work(turn, q.device, backward=True):
+            for rows, keys, masked in ring.run_turn(turn, q.device, backward=True):
                 k_block, v_block = (x[:, :, keys] for x in kv)
                 found = block_gradients(
                     dy_BAsD[:, :, rows], q[:, :, rows], k_block, v_block,
@@ -144,13 +144,13 @@ class _RingAttention(Operator):
             if coming is not None:  # these keys' gradient from the previous ranks' queries
                 dkv += coming.wait()
             if ring.size > 1:  # follow the keys; the last hop returns to the rank that owns them
-                coming = _Pass(dkv, ring)
+                coming = _RingTransfer(dkv, ring)
         if coming is not None:
             dkv = coming.wait()
         return dq_BAsD.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), None
 
 
-class _Pass:
+class _RingTransfer:
     """A send to the next rank in flight, together with the receive from the previous rank."""
 
     def __init__(self, outgoing: Tensor, ring: _Ring):
@@ -174,13 +174,13 @@ class Block(NamedTuple):
     causal: bool  # query i of the slice sees keys 0 to i of the slice; if False, all keys
 
     @property
-    def pairs(self) -> int:
+    def num_pairs(self) -> int:
         """Number of unmasked query-key pairs, in one head of one sequence."""
         queries, keys = (part.stop - part.start for part in self[:2])
         return queries * (queries + 1) // 2 if self.causal else queries * keys
 
 
-def blocks(
+def list_blocks(
     layout: str, ranks: int, rank: int, source: int, causal: bool, local_seq: int
 ) -> list[Block]:
     """Return the blocks that `rank` computes with the keys of `source`: none, or one.
@@ -203,7 +203,7 @@ def blocks(
     return [Block(slice(half, local_seq), full, False)]
 
 
-class Work(NamedTuple):
+class BlockTiming(NamedTuple):
     """A trace record of one block that a rank computed."""
 
     turn: int  # turn of the ring, from 0
@@ -223,37 +223,40 @@ class _Ring:
     causal: bool
     layout: str
     local_seq: int  # tokens on each rank
-    trace: list[Work] | None
+    trace: list[BlockTiming] | None
 
-    def pack(self, k_BKsD: Tensor, v_BKsD: Tensor) -> Any:
+    def stack_kv(self, k_BKsD: Tensor, v_BKsD: Tensor) -> Any:
         """Stack keys and values into one message, [2, B, K, s, D]."""
         return (k_BKsD, v_BKsD) if self.size == 1 else torch.stack((k_BKsD, v_BKsD))
 
-    def pass_on(self, kv: Tensor, turn: int) -> _Pass | None:
+    def send_kv(self, kv: Tensor, turn: int) -> _RingTransfer | None:
         """Start sending keys and values to the next rank, unless this is the last turn."""
-        return _Pass(kv, self) if turn < self.size - 1 else None
+        return _RingTransfer(kv, self) if turn < self.size - 1 else None
 
-    def work(self, turn: int, device: torch.device, backward: bool = False) -> Iterator[Block]:
+    def run_turn(self, turn: int, device: torch.device, backward: bool = False) -> Iterator[Block]:
         """Yield the blocks of a turn; time each one until the caller asks for the next."""
         source = (self.rank - turn) % self.size
-        for block in blocks(self.layout, self.size, self.rank, source, self.causal, self.local_seq):
+        place = self.layout, self.size, self.rank, source
+        for block in list_blocks(*place, self.causal, self.local_seq):
             if self.trace is None:
                 yield block
                 continue
             begin = read_clock(device)
             yield block
-            self.trace.append(Work(turn, source, block, read_clock(device) - begin, backward))
+            self.trace.append(
+                BlockTiming(turn, source, block, read_clock(device) - begin, backward)
+            )
 
 
 ATTENTIONS = {"ring": ring_attention, "ulysses": all_to_all_attention}
 
 
-def distribute(
+def distribute_model(
     model: GPT, group: dist.ProcessGroup, attention: str = "ring", layout: str = "zigzag"
 ) -> GPT:
     """Make `model` attend over a sequence sharded over `group`, in place; return `model`.
 
-    Forward then takes `shard(tokens_BS, …)` [B, s] and returns logits [B, s, V]. Parameters stay
+    Forward then takes `shard_tokens(…)` [B, s] and returns logits [B, s, V]. Parameters stay
     unsharded, so state dicts are loaded and saved as before. attention: "ring" or "ulysses".
 
     Raises ValueError, before any communication, for unknown names, dropout, windows, latent
@@ -266,44 +269,43 @@ def distribute(
     config = getattr(model, "config", None)
     for name in ("latent", "window"):
         if (value := getattr(config, name, None)) is not None:
-            raise ValueError(f"{name}={value}: allowed is None with a context cut")
+            raise ValueError(f"{name}={value}: must be None with context parallelism")
     parts = [part for part in model.modules() if isinstance(part, Attention)]
     if not parts:
-        raise ValueError(f"model={type(model).__name__}: allowed is a shardlab.gpt.model.GPT")
+        raise ValueError(f"model={type(model).__name__}: must be a shardlab.gpt.model.GPT")
     for part in parts:
         if "forward" in vars(part):
-            raise ValueError("model: is distributed already; allowed is a plain one")
+            raise ValueError("model: must be a plain GPT, but is distributed already")
         if part.config.dropout:
             # One process draws a random number per query-key pair; no rank here has all pairs.
-            raise ValueError(f"dropout={part.config.dropout}: allowed is 0 with a context cut")
+            raise ValueError(f"dropout={part.config.dropout}: must be 0 with context parallelism")
         if attention == "ulysses":
             # Count heads by the weights' widths: tensor parallelism may have sharded them.
             widths = part.query.weight.shape[0], part.key.weight.shape[0]
-            key_repeats(*(width // part.config.head_size for width in widths), ranks)
+            count_key_repeats(*(width // part.config.head_size for width in widths), ranks)
     check_same(group, model=model, config=parts[0].config, attention=attention, layout=layout)
     for part in parts:
-        part.forward = partial(_attention, part, group, attention, layout)
+        part.forward = partial(_forward_sharded, part, group, attention, layout)
     return model
 
 
-def _attention(
+def _forward_sharded(
     module: Attention, group: dist.ProcessGroup, attention: str, layout: str, x_BsH: Tensor
 ) -> Tensor:
-    """Replace `Attention.forward` for this rank's tokens, [B, s, H] to [B, s, H]."""
     rank, ranks = check_group(group)
-    at_s = positions(layout, ranks * x_BsH.shape[1], ranks, rank, x_BsH.device)
+    at_s = token_positions(layout, ranks * x_BsH.shape[1], ranks, rank, x_BsH.device)
     q_BAsD, k_BKsD, v_BKsD = module.project_heads(x_BsH, at_s)
     y_BAsD = ATTENTIONS[attention](q_BAsD, k_BKsD, v_BKsD, group, True, layout)
     return module.out(y_BAsD.transpose(1, 2).flatten(-2))  # [B, s, A*D] @ [A*D, H]
 
 
-def shard(tokens_BS: Tensor, group: dist.ProcessGroup, layout: str = "zigzag") -> Tensor:
+def shard_tokens(tokens_BS: Tensor, group: dist.ProcessGroup, layout: str = "zigzag") -> Tensor:
     """Return this rank's tokens [B, s] of a batch that every rank has.
 
     Raises ValueError for a sequence that cannot be divided equally.
     """
     rank, ranks = check_group(group)
-    return split(tokens_BS, ranks, rank, layout)
+    return split_seq(tokens_BS, ranks, rank, layout)
 
 
 @torch.no_grad()
@@ -317,7 +319,7 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     buckets.average_gradients(model.parameters(), group, joined=True)
 
 
-def average(value: Tensor, group: dist.ProcessGroup) -> float:
+def average_scalar(value: Tensor, group: dist.ProcessGroup) -> float:
     """Return the mean of a scalar over the ranks, without gradient; waits for the GPU."""
     _, ranks = check_group(group)
     total = value.detach().clone()

@@ -19,30 +19,30 @@ from shardlab.common.shapes import Config
 from shardlab.layout import SINGLE_RANK, Layout
 from shardlab.memory import PRECISIONS, estimate, in_flight
 
-from .predict import attention_memory
+from .predict import predict_attention_memory
 
-WAYS = "ring", "ulysses"
+METHODS = "ring", "ulysses"
 
 
-def context_moments(
+def predict_context_moments(
     config: Config,
     layout: Layout,
     seq: int,
-    way: str = "ring",
+    method: str = "ring",
     precision: str = "bf16",
     device: str = "gpu",
     **choices: Any,
 ) -> dict[str, int]:
     """Return the bytes on one rank at each moment of a training step on contexts of `seq` tokens.
 
-    layout: its cp ranks share a context. way: "ring" or "ulysses" attention. ZeRO shards over all
-    dp * cp ranks that have the same weights. choices: further arguments of `memory.estimate`
+    layout: its cp ranks share a context. method: "ring" or "ulysses" attention. ZeRO shards over
+    all dp * cp ranks that have the same weights. choices: further arguments of `memory.estimate`
     (attention, optimizer, …). The largest value is the peak.
 
-    seq: a multiple of `grain`. With cp above 1, attention is fused, and `distribute` accepts no
-    dropout, window or latent attention. Raises ValueError as `memory.estimate` does.
+    seq: a multiple of `context_multiple`. With cp above 1, attention is fused, and dropout, window
+    and latent attention are not allowed. Raises ValueError as `memory.estimate` does.
     """
-    assert seq % grain(layout) == 0, (seq, layout)
+    assert seq % context_multiple(layout) == 0, (seq, layout)
     cp, tp, batch = layout.cp, layout.tp, layout.micro_batch
     # First a rank with its part of the context alone; the communication buffers are added below.
     copies = layout.dp * cp if layout.zero else layout.dp
@@ -54,8 +54,8 @@ def context_moments(
     heads, kv_heads = config.heads // tp, config.key_value_heads // tp
     itemsize = PRECISIONS[precision].compute
     shape = heads, kv_heads, config.head_size
-    one = attention_memory("one", batch, seq // cp, *shape, 1, itemsize)
-    cut = attention_memory(way, batch, seq, *shape, cp, itemsize)
+    one = predict_attention_memory("one", batch, seq // cp, *shape, 1, itemsize)
+    cut = predict_attention_memory(method, batch, seq, *shape, cp, itemsize)
     one_head = batch * (seq // cp) * config.head_size * itemsize
     query, inputs = heads * one_head, (heads + 2 * kv_heads) * one_head
     # The bytes that a layer keeps beyond those of one process, where a CPU keeps attention's
@@ -72,7 +72,7 @@ def context_moments(
         moments[moment] += layers * kept
     # During attention's own backward, this layer's outputs exist once in either case.
     moments["attention"] += (layers - 1) * kept + cut["backward"] - one["backward"]
-    if way == "ulysses":
+    if method == "ulysses":
         moments["attention"] -= inputs  # the first all-to-all's inputs are no longer needed
     if not layout.zero:  # the flat copy of the gradients: see `average_gradients`
         states = found.parameters + found.gradients + found.optimizer
@@ -80,7 +80,7 @@ def context_moments(
     return moments
 
 
-def grain(layout: Layout) -> int:
+def context_multiple(layout: Layout) -> int:
     """Return the number of tokens of which the context length must be a multiple.
 
     The zig-zag layout needs 2 cp pieces; sequence parallelism divides a rank's tokens by tp.
@@ -89,25 +89,25 @@ def grain(layout: Layout) -> int:
     return layout.cp * math.lcm(pieces, shares)
 
 
-def tokens_that_fit(
-    config: Config, budget: int, layout: Layout = SINGLE_RANK, way: str = "ring", **choices: Any
+def find_max_context(
+    config: Config, budget: int, layout: Layout = SINGLE_RANK, method: str = "ring", **choices: Any
 ) -> int:
     """Return the most tokens of context with which a step needs at most `budget` bytes a rank.
 
-    The result is a multiple of `grain`, or 0 if not even the shortest context fits. choices:
-    further arguments of `context_moments` (precision, device) and of `memory.estimate`. Neither
-    counts fragmentation, CUDA's context or NCCL's buffers: leave a tenth of the memory for them.
+    The result is a multiple of `context_multiple`, or 0 if not even the shortest context fits.
+    choices: further arguments of `predict_context_moments`. Fragmentation, CUDA's context and
+    NCCL's buffers are not counted: leave a tenth of the memory for them.
     """
-    unit = grain(layout)
+    unit = context_multiple(layout)
 
-    def fits(units: int) -> bool:
-        moments = context_moments(config, layout, units * unit, way, **choices)
+    def fits_budget(units: int) -> bool:
+        moments = predict_context_moments(config, layout, units * unit, method, **choices)
         return max(moments.values()) <= budget
 
     low, high = 0, 1  # `low` units fit; `high` units do not, once the loop has ended
-    while fits(high):
+    while fits_budget(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if fits_budget(middle) else (low, middle)
     return low * unit

@@ -38,12 +38,12 @@ def block_attention(
     causal: query i sees keys 0 to i. The log-sum-exp is that of the scores q . k / sqrt(D), in
     float32, or in float64 for float64 queries.
     """
-    kind = _kernel(q_BAQD)
-    q_BAQD, k_BKTD, v_BKTD = _side_by_side(q_BAQD, k_BKTD, v_BKTD)
+    kind = _choose_kernel(q_BAQD)
+    q_BAQD, k_BKTD, v_BKTD = _make_last_dim_contiguous(q_BAQD, k_BKTD, v_BKTD)
     if kind == "cpu":
         # This kernel supports grouped-query attention itself.
         return aten._scaled_dot_product_flash_attention_for_cpu(q_BAQD, k_BKTD, v_BKTD, 0.0, causal)
-    k_BATD, v_BATD = _widened(k_BKTD, q_BAQD), _widened(v_BKTD, q_BAQD)
+    k_BATD, v_BATD = _repeat_heads(k_BKTD, q_BAQD), _repeat_heads(v_BKTD, q_BAQD)
     if kind == "flash":
         y, lse, *_ = aten._scaled_dot_product_flash_attention(q_BAQD, k_BATD, v_BATD, 0.0, causal)
         return y, lse
@@ -52,7 +52,7 @@ def block_attention(
             q_BAQD, k_BATD, v_BATD, None, True, 0.0, causal
         )
         return y, lse[..., : q_BAQD.shape[-2]]  # the kernel pads rows to a multiple of 32
-    scores_BAQT = _scores(q_BAQD, k_BATD, causal)
+    scores_BAQT = _compute_scores(q_BAQD, k_BATD, causal)
     lse_BAQ = scores_BAQT.logsumexp(-1)
     y_BAQD = (scores_BAQT - lse_BAQ[..., None]).exp() @ v_BATD.to(scores_BAQT.dtype)
     return y_BAQD.to(q_BAQD.dtype), lse_BAQ  # [B, A, Q, T] @ [B, A, T, D]
@@ -68,14 +68,14 @@ def block_gradients(
     causal: bool = False,
 ) -> Gradients:
     """Return this block's share of the gradients; `y` and `lse` are those over all keys."""
-    kind = _kernel(q_BAQD)
-    dy_BAQD, q_BAQD, k_BKTD, v_BKTD = _side_by_side(dy_BAQD, q_BAQD, k_BKTD, v_BKTD)
+    kind = _choose_kernel(q_BAQD)
+    dy_BAQD, q_BAQD, k_BKTD, v_BKTD = _make_last_dim_contiguous(dy_BAQD, q_BAQD, k_BKTD, v_BKTD)
     if kind == "cpu":
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dy_BAQD, q_BAQD, k_BKTD, v_BKTD, y_BAQD, lse_BAQ, 0.0, causal
         )
         return Gradients(*grads)
-    k_BATD, v_BATD = _widened(k_BKTD, q_BAQD), _widened(v_BKTD, q_BAQD)
+    k_BATD, v_BATD = _repeat_heads(k_BKTD, q_BAQD), _repeat_heads(v_BKTD, q_BAQD)
     if kind == "flash":
         queries, keys = q_BAQD.shape[-2], k_BKTD.shape[-2]
         # The random generator's state, which the kernel reads only with dropout.
@@ -95,12 +95,12 @@ def block_gradients(
             [True, True, True, False], causal,
         )  # fmt: skip
     else:
-        dq, dk, dv = _plain_gradients(dy_BAQD, q_BAQD, k_BATD, v_BATD, y_BAQD, lse_BAQ, causal)
+        dq, dk, dv = _plain_backward(dy_BAQD, q_BAQD, k_BATD, v_BATD, y_BAQD, lse_BAQ, causal)
     heads = k_BKTD.shape[1]
     return Gradients(dq, *(d.unflatten(1, (heads, -1)).sum(2).to(d.dtype) for d in (dk, dv)))
 
 
-def _side_by_side(*tensors: Tensor) -> list[Tensor]:
+def _make_last_dim_contiguous(*tensors: Tensor) -> list[Tensor]:
     """Make the last dimension of each tensor contiguous: kernels assume it without a check.
 
     It is not contiguous in the gradient of a plain sum, an expanded scalar, and after `torch.cat`
@@ -109,30 +109,29 @@ def _side_by_side(*tensors: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
-def _kernel(q: Tensor) -> str:
+def _choose_kernel(q: Tensor) -> str:
     """Choose the kernel: a CPU has one for all dtypes; flash attention on a GPU needs 16 bits."""
     if q.device.type != "cuda":
         return "cpu" if q.device.type == "cpu" else "plain"
     size = q.shape[-1]
     narrow = q.dtype in (torch.float16, torch.bfloat16)
-    if narrow and size % 8 == 0 and size <= 256 and _capability(q.device) >= (8, 0):
+    if narrow and size % 8 == 0 and size <= 256 and _get_capability(q.device) >= (8, 0):
         return "flash"
     if (narrow and size % 8 == 0) or (q.dtype == torch.float32 and size % 4 == 0):
         return "efficient"
     return "plain"  # no fused kernel supports float64
 
 
-def _capability(device: torch.device) -> tuple[int, int]:
+def _get_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _widened(x_BKTD: Tensor, q_BAQD: Tensor) -> Tensor:
-    """Repeat keys or values so that every query head has its own."""
+def _repeat_heads(x_BKTD: Tensor, q_BAQD: Tensor) -> Tensor:
     repeats = q_BAQD.shape[1] // x_BKTD.shape[1]
     return x_BKTD if repeats == 1 else x_BKTD.repeat_interleave(repeats, dim=1)
 
 
-def _scores(q_BAQD: Tensor, k_BATD: Tensor, causal: bool) -> Tensor:
+def _compute_scores(q_BAQD: Tensor, k_BATD: Tensor, causal: bool) -> Tensor:
     """Return the scaled and masked scores [B, A, Q, T], at least in float32."""
     wide = torch.promote_types(q_BAQD.dtype, torch.float32)
     scores = q_BAQD.to(wide) @ k_BATD.to(wide).mT * q_BAQD.shape[-1] ** -0.5
@@ -142,10 +141,10 @@ def _scores(q_BAQD: Tensor, k_BATD: Tensor, causal: bool) -> Tensor:
     return scores
 
 
-def _plain_gradients(
+def _plain_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    p_BAQT = (_scores(q, k, causal) - lse[..., None]).exp()
+    p_BAQT = (_compute_scores(q, k, causal) - lse[..., None]).exp()
     wide = p_BAQT.dtype
     dy_BAQD = dy.to(wide)
     dv_BATD = p_BAQT.mT @ dy_BAQD  # [B, A, T, Q] @ [B, A, Q, D]

@@ -24,14 +24,14 @@ from shardlab.ranks.torch_compat import all_gather_single
 LAYOUTS = "contiguous", "zigzag"
 
 
-def positions(
+def token_positions(
     layout: str, seq: int, ranks: int, rank: int, device: torch.device | None = None
 ) -> Tensor:
     """Return the positions of a rank's tokens in the whole sequence, int64 [s]."""
-    return split(torch.arange(seq, device=device), ranks, rank, layout, dim=0)
+    return split_seq(torch.arange(seq, device=device), ranks, rank, layout, dim=0)
 
 
-def split(full: Tensor, ranks: int, rank: int, layout: str = "zigzag", dim: int = 1) -> Tensor:
+def split_seq(full: Tensor, ranks: int, rank: int, layout: str = "zigzag", dim: int = 1) -> Tensor:
     """Return a rank's shard of `full` along `dim`: a view if contiguous, a copy if zig-zag."""
     check_seq(full.shape[dim], ranks, layout)
     if layout == "contiguous":
@@ -40,8 +40,8 @@ def split(full: Tensor, ranks: int, rank: int, layout: str = "zigzag", dim: int 
     return torch.cat((parts[rank], parts[2 * ranks - 1 - rank]), dim)
 
 
-def join(parts: list[Tensor], layout: str = "zigzag", dim: int = 1) -> Tensor:
-    """Join all ranks' shards, given in rank order, to the full tensor: inverse of `split`."""
+def join_seq(parts: list[Tensor], layout: str = "zigzag", dim: int = 1) -> Tensor:
+    """Join all ranks' shards, in rank order, to the full tensor: inverse of `split_seq`."""
     check_layout(layout)
     if layout == "zigzag":  # early halves in rank order, then late halves in reverse rank order
         halves = [part.chunk(2, dim) for part in parts]
@@ -49,16 +49,16 @@ def join(parts: list[Tensor], layout: str = "zigzag", dim: int = 1) -> Tensor:
     return torch.cat(parts, dim)
 
 
-def gather(shard: Tensor, group: dist.ProcessGroup, layout: str = "zigzag", dim: int = 1) -> Tensor:
+def gather_seq(x: Tensor, group: dist.ProcessGroup, layout: str = "zigzag", dim: int = 1) -> Tensor:
     """All-gather the shards and return the full tensor on every rank, without gradient.
 
     Each rank sends its shard to N - 1 others.
     """
     _, ranks = check_group(group)
-    check_same_once(group, "context_parallel.gather", group, layout=layout, dim=dim)
-    parts = shard.new_empty((ranks, *shard.shape))
-    all_gather_single(parts.flatten(0, 1), shard.detach().contiguous(), group=group)
-    return join(list(parts), layout, dim)
+    check_same_once(group, "context_parallel.gather_seq", group, layout=layout, dim=dim)
+    parts = x.new_empty((ranks, *x.shape))
+    all_gather_single(parts.flatten(0, 1), x.detach().contiguous(), group=group)
+    return join_seq(list(parts), layout, dim)
 
 
 # Argument checks, which run before any communication
@@ -74,7 +74,8 @@ def check_seq(seq: int, ranks: int, layout: str) -> None:
     check_layout(layout)
     unit = ranks if layout == "contiguous" else 2 * ranks
     if seq < 1 or seq % unit:
-        raise ValueError(f"seq={seq}: {ranks} ranks in layout {layout!r} need a multiple of {unit}")
+        what = f"must be a multiple of {unit} for {ranks} ranks in layout {layout!r}"
+        raise ValueError(f"seq={seq}: {what}")
 
 
 def check_shapes(q_BAsD: Tensor, k_BKsD: Tensor, v_BKsD: Tensor, layout: str) -> None:
@@ -85,18 +86,17 @@ def check_shapes(q_BAsD: Tensor, k_BKsD: Tensor, v_BKsD: Tensor, layout: str) ->
     if not k_BKsD.shape == v_BKsD.shape == wanted or heads % kv_heads:
         shapes = f"q {list(q_BAsD.shape)}, k {list(k_BKsD.shape)}, v {list(v_BKsD.shape)}"
         allowed = "q [B, A, s, D] and k, v [B, K, s, D], with K a divisor of A"
-        raise ValueError(f"{shapes}: allowed are {allowed}")
+        raise ValueError(f"{shapes}: must be {allowed}")
     if layout == "zigzag" and local_seq % 2:
-        text = f"layout 'zigzag' needs an even number on each rank, not {local_seq}"
-        raise ValueError(f"q_BAsD: {text}")
+        raise ValueError(f"q_BAsD: s={local_seq} must be even in layout 'zigzag'")
 
 
-def key_repeats(heads: int, kv_heads: int, ranks: int) -> int:
+def count_key_repeats(heads: int, kv_heads: int, ranks: int) -> int:
     """Return how often each key-value head is sent; raise ValueError for indivisible heads."""
     if heads % ranks:
-        text = f"{ranks} ranks need a multiple of {ranks}; ring attention takes any number"
+        text = f"must be a multiple of the {ranks} ranks; ring attention takes any number"
         raise ValueError(f"heads={heads}: {text}")
     if kv_heads % ranks and ranks % kv_heads:
-        text = f"{ranks} ranks need a multiple or a divisor of {ranks}"
+        text = f"must be a multiple or a divisor of the {ranks} ranks"
         raise ValueError(f"kv_heads={kv_heads}: {text}; ring attention takes any number")
     return max(1, ranks // kv_heads)

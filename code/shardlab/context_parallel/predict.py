@@ -12,13 +12,13 @@ from itertools import product
 
 from shardlab.common.arguments import check_one_of
 
-from .core import blocks
-from .layout import check_seq, key_repeats
+from .core import list_blocks
+from .layout import check_seq, count_key_repeats
 
-WAYS = "one", "ring", "ulysses"
+METHODS = "one", "ring", "ulysses"
 
 
-def score_turns(layout: str, seq: int, ranks: int, causal: bool = True) -> list[list[int]]:
+def count_pairs_by_turn(layout: str, seq: int, ranks: int, causal: bool = True) -> list[list[int]]:
     """Return the query-key pairs that each rank computes in each turn of the ring, [rank][turn].
 
     Pairs are counted in one head of one sequence, S (S + 1) / 2 in all under a causal mask. A turn
@@ -28,17 +28,17 @@ def score_turns(layout: str, seq: int, ranks: int, causal: bool = True) -> list[
     found = [[0] * ranks for _ in range(ranks)]
     for rank, turn in product(range(ranks), repeat=2):
         source = (rank - turn) % ranks
-        each = blocks(layout, ranks, rank, source, causal, seq // ranks)
-        found[rank][turn] = sum(block.pairs for block in each)
+        each = list_blocks(layout, ranks, rank, source, causal, seq // ranks)
+        found[rank][turn] = sum(block.num_pairs for block in each)
     return found
 
 
-def score_pairs(layout: str, seq: int, ranks: int, rank: int, causal: bool = True) -> int:
-    """Return the query-key pairs that one rank computes in all turns: see `score_turns`."""
-    return sum(score_turns(layout, seq, ranks, causal)[rank])
+def count_pairs(layout: str, seq: int, ranks: int, rank: int, causal: bool = True) -> int:
+    """Return the query-key pairs that one rank computes in all turns: see `count_pairs_by_turn`."""
+    return sum(count_pairs_by_turn(layout, seq, ranks, causal)[rank])
 
 
-def ring_sent(
+def predict_ring_bytes(
     batch: int, seq: int, kv_heads: int, head_size: int, ranks: int, itemsize: int = 4
 ) -> dict[str, int]:
     """Return a rank's bytes sent in one `ring_attention` ("forward", "backward"), and "messages".
@@ -56,7 +56,7 @@ def ring_sent(
     }
 
 
-def ulysses_sent(
+def predict_ulysses_bytes(
     batch: int,
     seq: int,
     heads: int,
@@ -72,7 +72,7 @@ def ulysses_sent(
     and values B s K D e each, where heads are repeated until K is at least N.
     """
     check_seq(seq, ranks, "contiguous")
-    sent_heads = kv_heads * key_repeats(heads, kv_heads, ranks)
+    sent_heads = kv_heads * count_key_repeats(heads, kv_heads, ranks)
     handed = 2 * batch * (seq // ranks) * (heads + sent_heads) * head_size * itemsize
     if ranks == 1:
         return {"forward": 0, "backward": 0, "calls": 0, "handed": 0}
@@ -80,8 +80,8 @@ def ulysses_sent(
     return {"forward": once, "backward": once, "calls": 4, "handed": 2 * handed}
 
 
-def attention_memory(
-    way: str,
+def predict_attention_memory(
+    method: str,
     batch: int,
     seq: int,
     heads: int,
@@ -92,7 +92,7 @@ def attention_memory(
 ) -> dict[str, int]:
     """Return one attention's bytes on a rank: "kept" for backward, peak "forward" and "backward".
 
-    way: "one" process with torch's fused kernel on a CPU, "ring" or "ulysses". "kept" is exact:
+    method: "one" process with torch's fused kernel on a CPU, "ring" or "ulysses". "kept" is exact:
     queries, keys, values, outputs, and the logarithm for each query and head (at least 4 bytes),
     all divided by N. All-to-all attention keeps its outputs twice, sharded by heads and by tokens,
     and keys and values as often as they were sent. No kernel keeps scores.
@@ -103,8 +103,8 @@ def attention_memory(
     holds everything twice while it is sent; gloo's threads may briefly keep a finished message.
     The kernel's workspace is not counted.
     """
-    check_one_of(WAYS, way=way)
-    ranks = 1 if way == "one" else ranks
+    check_one_of(METHODS, method=method)
+    ranks = 1 if method == "one" else ranks
     check_seq(seq, ranks, "contiguous")
     wide = max(4, itemsize)
     tokens = batch * (seq // ranks)
@@ -113,12 +113,12 @@ def attention_memory(
     inputs = (q + kv) * itemsize
     kept = inputs + q * itemsize + rows
     gradients = (q + kv) * itemsize
-    if way == "one" or (ranks == 1 and way == "ring"):
+    if method == "one" or (ranks == 1 and method == "ring"):
         return {"kept": kept, "forward": kept, "backward": kept + gradients}
-    if way == "ring":
+    if method == "ring":
         moving = kv * itemsize  # one rank's keys and values
         first = q * itemsize + rows  # the first block's output
-        # Temporaries of `merge`: the weighted outputs, and for 16 bits a float32 copy.
+        # Temporaries of `merge_attention`: the weighted outputs, and for 16 bits a float32 copy.
         merging = q * (itemsize + wide) + 3 * rows
         if itemsize < wide:
             merging += q * wide - rows
@@ -128,7 +128,7 @@ def attention_memory(
             "forward": inputs + q * wide + rows + last,
             "backward": kept + q * wide + (1 + (ranks > 2)) * moving + 3 * kv * wide + gradients,
         }
-    repeats = key_repeats(heads, kv_heads, ranks)
+    repeats = count_key_repeats(heads, kv_heads, ranks)
     sent = (q + kv * repeats) * itemsize
     before = inputs + (kv * repeats * itemsize if repeats > 1 else 0)  # plus repeated heads
     q *= itemsize

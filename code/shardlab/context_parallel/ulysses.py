@@ -21,7 +21,7 @@ from torch import Tensor
 from shardlab.ranks import check_group, check_same_once
 from shardlab.tensor_types.operator import Operator
 
-from .layout import check_shapes, join, key_repeats, split
+from .layout import check_shapes, count_key_repeats, join_seq, split_seq
 
 
 def all_to_all_attention(
@@ -34,27 +34,27 @@ def all_to_all_attention(
 ) -> Tensor:
     """Return attention of this rank's queries over all ranks' keys, [B, A, s, D].
 
-    Collective: all ranks pass tensors of the same shapes, sharded by `split(…, layout)`. The
-    result is differentiable in queries, keys and values. With fewer key-value heads than ranks,
-    each is sent to N/K ranks: this costs more bytes and does not change the result.
+    Collective: all ranks pass tensors of the same shapes, sharded by `split_seq`. The result
+    is differentiable in queries, keys and values. With fewer key-value heads than ranks, each is
+    sent to N/K ranks: this costs more bytes and does not change the result.
 
     Raises ValueError, before any communication, for mismatched shapes, unknown layouts, and
     heads that the ranks do not divide.
     """
     check_shapes(q_BAsD, k_BKsD, v_BKsD, layout)
     _, ranks = check_group(group)
-    repeats = key_repeats(q_BAsD.shape[1], k_BKsD.shape[1], ranks)
+    repeats = count_key_repeats(q_BAsD.shape[1], k_BKsD.shape[1], ranks)
     check_same_once(group, "context_parallel.ulysses", group, causal=causal, layout=layout)
     if repeats > 1:
         k_BKsD, v_BKsD = (x.repeat_interleave(repeats, dim=1) for x in (k_BKsD, v_BKsD))
-    q_BaSD, k_BkSD, v_BkSD = heads_for_tokens((q_BAsD, k_BKsD, v_BKsD), group, layout)
+    q_BaSD, k_BkSD, v_BkSD = tokens_to_heads((q_BAsD, k_BKsD, v_BKsD), group, layout)
     y_BaSD = F.scaled_dot_product_attention(
         q_BaSD, k_BkSD, v_BkSD, is_causal=causal, enable_gqa=q_BaSD.shape != k_BkSD.shape
     )
-    return tokens_for_heads(y_BaSD, group, layout)
+    return heads_to_tokens(y_BaSD, group, layout)
 
 
-def heads_for_tokens(
+def tokens_to_heads(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, layout: str = "contiguous"
 ) -> tuple[Tensor, ...]:
     """Exchange [B, A, s, D] tensors, all heads of s tokens, for [B, a, S, D], in one all-to-all."""
@@ -62,18 +62,16 @@ def heads_for_tokens(
     # [N, B, a, s, D]: heads by destination rank.
     each = [x_BAsD.unflatten(1, (ranks, -1)).movedim(1, 0) for x_BAsD in tensors]
     mine = _AllToAll.apply(torch.cat(each, dim=2), group)  # tokens by source rank
-    return join(list(mine), layout, dim=2).split([x.shape[2] for x in each], dim=1)
+    return join_seq(list(mine), layout, dim=2).split([x.shape[2] for x in each], dim=1)
 
 
-def tokens_for_heads(
-    x_BaSD: Tensor, group: dist.ProcessGroup, layout: str = "contiguous"
-) -> Tensor:
+def heads_to_tokens(x_BaSD: Tensor, group: dist.ProcessGroup, layout: str = "contiguous") -> Tensor:
     """Exchange [B, a, S, D], a rank's heads of all tokens, back for [B, A, s, D].
 
     Memory order is [B, s, A, D], because the output projection needs a token's heads adjacent.
     """
     _, ranks = check_group(group)
-    shards = [split(x_BaSD, ranks, rank, layout, dim=2) for rank in range(ranks)]
+    shards = [split_seq(x_BaSD, ranks, rank, layout, dim=2) for rank in range(ranks)]
     y_BsNaD = _AllToAll.apply(torch.stack(shards), group).permute(1, 3, 0, 2, 4)
     return y_BsNaD.contiguous().flatten(2, 3).transpose(1, 2)
 
@@ -81,7 +79,7 @@ def tokens_for_heads(
 class _AllToAll(Operator):
     """All-to-all on [N, …]: part j goes to rank j. Backward is the same all-to-all."""
 
-    words = "V -> V"
+    signature = "V -> V"
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -40,17 +40,17 @@ Group = dist.ProcessGroup
 # Dispatch of rows to the ranks of their experts, and back.
 
 
-def exchange(x_RH: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+def exchange_rows(x_RH: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
     """Send `sent[j]` rows to rank j and receive `received[i]` rows from rank i, in rank order.
 
     [sum(sent), H] to [sum(received), H]. Backward returns each row's gradient to its sender: the
     same exchange with the two lists swapped. Collective, also for a rank without any rows.
     """
-    return _Exchange.apply(x_RH, list(sent), list(received), group)
+    return _Exchange.apply(x_RH, sent, received, group)
 
 
 class _Exchange(Operator):
-    words = "V -> V"  # varies between ranks: see tensor_types
+    signature = "V -> V"  # varies between ranks: see tensor_types
 
     @staticmethod
     def forward(
@@ -77,7 +77,7 @@ class Route(NamedTuple):
 
 
 @torch.no_grad()
-def route(chosen_TC: Tensor, experts: int, group: Group) -> Route:
+def plan_route(chosen_TC: Tensor, experts: int, group: Group) -> Route:
     """Exchange the number of rows for each expert (E integers, by all-to-all); plan the route.
 
     chosen_TC: expert numbers, -1 for a dropped choice. The host needs the message sizes, so this
@@ -118,25 +118,25 @@ class ExpertParallel(nn.Module):
         """Map this rank's tokens [B, S, H] to [B, S, H], with the result of `Experts`."""
         _, chosen_BSC, weights_BSC = self.router(x_BSH)
         chosen_BSC = self.router.apply_capacity(chosen_BSC)
-        way = route(chosen_BSC.flatten(0, 1), self.total, self.group)
-        token_R = way.order_R // chosen_BSC.shape[-1]
+        route = plan_route(chosen_BSC.flatten(0, 1), self.total, self.group)
+        token_R = route.order_R // chosen_BSC.shape[-1]
         x_TH = x_BSH.flatten(0, 1)
-        received = [sum(rows) for rows in way.received]
+        sent, received = route.sent, [sum(rows) for rows in route.received]
 
-        x_RH = exchange(x_TH.index_select(0, token_R), way.sent, received, self.group)  # dispatch
-        y_RH = exchange(self.compute(x_RH, way), received, way.sent, self.group)  # combine
+        x_RH = exchange_rows(x_TH.index_select(0, token_R), sent, received, self.group)  # dispatch
+        y_RH = exchange_rows(self.run_experts(x_RH, route), received, sent, self.group)  # combine
 
         y_TH = torch.zeros_like(x_TH) if self.shared is None else self.shared(x_TH)
-        y_RH = weights_BSC.flatten()[way.order_R, None] * y_RH
+        y_RH = weights_BSC.flatten()[route.order_R, None] * y_RH
         return y_TH.index_add(0, token_R, y_RH).view_as(x_BSH)
 
-    def compute(self, x_RH: Tensor, way: Route) -> Tensor:
+    def run_experts(self, x_RH: Tensor, route: Route) -> Tensor:
         """Apply each of this rank's experts to its rows: [R, H] to [R, H], in the same order.
 
         Rows are ordered by source rank, then by expert. An expert gets its rows in rank order, the
         token order of a single process: so even its sums over tokens equal a single process's.
         """
-        pieces = x_RH.split([rows for source in way.received for rows in source])
+        pieces = x_RH.split([rows for source in route.received for rows in source])
         done = []
         for number, expert in enumerate(self.experts.values()):
             mine = pieces[number :: len(self.own)]
@@ -160,11 +160,9 @@ def parallelize(model: GPT, group: Group) -> GPT:
     _, ranks = check_group(group)
     if not isinstance(model, GPT) or not model.config.experts:
         given = type(model).__name__
-        raise ValueError(
-            f"model={given}: allowed is a GPT of shardlab.gpt.model with config.experts"
-        )
+        raise ValueError(f"model={given}: must be a GPT of shardlab.gpt.model with config.experts")
     if hasattr(model, "expert_group"):
-        raise ValueError("model: its experts are dealt out already; allowed is one that has all")
+        raise ValueError("model: must have all experts, but they are sharded already")
     check_experts(model.config.experts, ranks)
     check_same(group, model=model, config=model.config)
     for block in model.blocks:
@@ -177,8 +175,7 @@ def parallelize(model: GPT, group: Group) -> GPT:
 def check_experts(experts: int, ranks: int) -> None:
     """Raise ValueError unless the number of ranks divides the number of experts."""
     if experts % ranks:
-        fits = [n for n in range(1, experts + 1) if experts % n == 0]
-        raise ValueError(f"experts={experts}: {ranks} ranks do not divide them; allowed are {fits}")
+        raise ValueError(f"experts={experts}: must be a multiple of the {ranks} ranks")
 
 
 def own_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -198,11 +195,11 @@ def average_gradients(model: GPT, data: Group, copies: Group | None = None) -> N
 
     Raises ValueError unless the size of `data` is that of the expert group times that of `copies`.
     """
-    (_, ranks), (_, dealt) = check_group(data, "data"), check_group(_group(model))
+    (_, ranks), (_, shards) = check_group(data, "data"), check_group(_get_group(model))
     several = 1 if copies is None else check_group(copies, "copies")[1]
-    if ranks != dealt * several:
-        given = f"data has {ranks} ranks, the group of experts {dealt}, copies {several}"
-        raise ValueError(f"{given}: allowed are {dealt} * {several} ranks in data")
+    if ranks != shards * several:
+        what = f"must have {shards} * {several} (ranks of the expert group, and of copies)"
+        raise ValueError(f"data has {ranks} ranks: {what}")
     own = own_parameters(model)
     mine = {id(parameter) for parameter in own}
     buckets.average_gradients((p for p in model.parameters() if id(p) not in mine), data)
@@ -217,7 +214,7 @@ def average_gradients(model: GPT, data: Group, copies: Group | None = None) -> N
 # Load balancing of the experts.
 
 
-class Routed(NamedTuple):
+class RoutingRecord(NamedTuple):
     """A router's scores and choices in one forward."""
 
     router: Router
@@ -232,25 +229,25 @@ class Routed(NamedTuple):
         return count_E.index_add_(0, chosen_X, torch.ones_like(chosen_X))
 
     @property
-    def dropped(self) -> Tensor:
-        """Number of each token's dropped choices, [B, S]."""
+    def dropped_BS(self) -> Tensor:
+        """Number of each token's dropped choices."""
         return (self.router.apply_capacity(self.chosen_BSC) < 0).sum(-1)
 
 
 @contextmanager
-def watch(model: nn.Module) -> Iterator[list[Routed]]:
+def record_routing(model: nn.Module) -> Iterator[list[RoutingRecord]]:
     """Record each router's outputs inside this context, in order of layers; yield the list.
 
     With several micro-batches, run all of a step inside: functions that take the list treat a
     router's records as one batch.
     """
-    routed: list[Routed] = []
+    routed: list[RoutingRecord] = []
 
-    def note(router: Router, _: Any, result: tuple[Tensor, Tensor, Tensor]) -> None:
-        routed.append(Routed(router, *result[:2]))
+    def record_result(router: Router, _: Any, result: tuple[Tensor, Tensor, Tensor]) -> None:
+        routed.append(RoutingRecord(router, *result[:2]))
 
     routers = [module for module in model.modules() if isinstance(module, Router)]
-    hooks = [router.register_forward_hook(note) for router in routers]
+    hooks = [router.register_forward_hook(record_result) for router in routers]
     try:
         yield routed
     finally:
@@ -258,19 +255,19 @@ def watch(model: nn.Module) -> Iterator[list[Routed]]:
             hook.remove()
 
 
-def by_router(routed: Sequence[Routed]) -> dict[Router, list[Routed]]:
+def group_by_router(routed: Sequence[RoutingRecord]) -> dict[Router, list[RoutingRecord]]:
     """Group the records by router, in order of layers: one record for each micro-batch."""
-    found: dict[Router, list[Routed]] = {}
+    found: dict[Router, list[RoutingRecord]] = {}
     for one in routed:
         found.setdefault(one.router, []).append(one)
     return found
 
 
 @torch.no_grad()
-def loads(routed: Sequence[Routed], group: Group | None = None) -> Tensor:
+def compute_loads(routed: Sequence[RoutingRecord], group: Group | None = None) -> Tensor:
     """Return each expert's share of all choices, [L, E], over all tokens of `group`."""
     count_LE = torch.stack(
-        [sum(one.count_E for one in each) for each in by_router(routed).values()]
+        [sum(one.count_E for one in each) for each in group_by_router(routed).values()]
     )
     if group is not None:
         check_group(group)
@@ -278,7 +275,7 @@ def loads(routed: Sequence[Routed], group: Group | None = None) -> Tensor:
     return count_LE / count_LE.sum(-1, keepdim=True)
 
 
-def balancing_loss(routed: Sequence[Routed], group: Group | None = None) -> Tensor:
+def balancing_loss(routed: Sequence[RoutingRecord], group: Group | None = None) -> Tensor:
     """Return the sum over layers of E * sum over experts of (load * mean score); L if balanced.
 
     Switch, equations 4 to 6. The load is a count without gradient; the score's gradient lowers the
@@ -286,10 +283,10 @@ def balancing_loss(routed: Sequence[Routed], group: Group | None = None) -> Tens
     all ranks use the load of all tokens (`group`: all ranks with own tokens): then the mean of the
     ranks' results is a single process's. A token's scores are divided by their sum, for sigmoids.
     """
-    load_LE = loads(routed, group)
+    load_LE = compute_loads(routed, group)
     scores = [
         torch.cat([one.scores_BSE.flatten(0, 1) for one in each])
-        for each in by_router(routed).values()
+        for each in group_by_router(routed).values()
     ]
     fractions = [scores_TE / scores_TE.sum(-1, keepdim=True) for scores_TE in scores]
     score_LE = torch.stack([fraction_TE.mean(0) for fraction_TE in fractions])
@@ -297,21 +294,21 @@ def balancing_loss(routed: Sequence[Routed], group: Group | None = None) -> Tens
 
 
 @torch.no_grad()
-def update_bias(routed: Sequence[Routed], rate: float, group: Group | None = None) -> None:
+def update_bias(routed: Sequence[RoutingRecord], rate: float, group: Group | None = None) -> None:
     """Raise the bias of experts below a fair load by `rate` and lower the others', after a step.
 
     The size of the difference does not matter (Wang et al., Algorithm 1). Call it once per step,
     with all micro-batches in `routed`. The bias changes only the choice of experts, so balancing
     adds no gradient that would distort the scores.
     """
-    load_LE = loads(routed, group)
-    for router, load_E in zip(by_router(routed), load_LE, strict=True):
+    load_LE = compute_loads(routed, group)
+    for router, load_E in zip(group_by_router(routed), load_LE, strict=True):
         router.bias_E += rate * (1 / len(load_E) - load_E).sign()
 
 
-def _group(model: nn.Module) -> Group:
+def _get_group(model: nn.Module) -> Group:
     group = getattr(model, "expert_group", None)
     if group is None:
         kind = type(model).__name__
-        raise ValueError(f"model={kind}: allowed is what `parallelize` returned")
+        raise ValueError(f"model={kind}: must be a model that `parallelize` returned")
     return group

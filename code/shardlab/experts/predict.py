@@ -21,27 +21,27 @@ from shardlab.layout import Layout
 from .core import check_experts
 
 
-class Parameters(NamedTuple):
+class ParameterCounts(NamedTuple):
     """The parameter count of a model, in total and active for one token."""
 
     total: int
     active: int
 
 
-def sparse_layers(config: Config) -> int:
+def count_sparse_layers(config: Config) -> int:
     """Return the number of layers that have experts."""
     return config.layers - config.dense_layers if config.experts else 0
 
 
-def parameters(config: Config) -> Parameters:
+def count_parameters(config: Config) -> ParameterCounts:
     """Count all parameters of a model with experts, and those active for one token."""
     total = memory.parameter_count(config)
     e = config.experts
     one = memory.in_experts(config, Layout(dp=e, ep=e))  # of each layer
-    return Parameters(total, total - (e - config.experts_per_token) * one)
+    return ParameterCounts(total, total - (e - config.experts_per_token) * one)
 
 
-def held(config: Config, ranks: int) -> int:
+def count_held_parameters(config: Config, ranks: int) -> int:
     """Return the parameters on each of `ranks` ranks that shard the experts.
 
     Raises ValueError if the number of ranks does not divide the number of experts.
@@ -50,12 +50,12 @@ def held(config: Config, ranks: int) -> int:
     return sum(memory.parameters(config, Layout(dp=ranks, ep=ranks)).values())
 
 
-def predicted_calls(config: Config) -> int:
+def predict_calls(config: Config) -> int:
     """Return a step's all-to-alls: sizes, dispatch, combine; in backward, dispatch and combine."""
-    return 5 * sparse_layers(config)
+    return 5 * count_sparse_layers(config)
 
 
-def predicted_sent(
+def predict_sent_bytes(
     config: Config, tokens: int, itemsize: int = 4, dropped: int = 0
 ) -> dict[str, int]:
     """Return the bytes of the all-to-alls' inputs in a step with `tokens` tokens, by purpose.
@@ -65,13 +65,13 @@ def predicted_sent(
     other ranks send to it. "sizes" counts one rank. dropped: dropped choices in all layers. With a
     balanced load, (N - 1) / N of the bytes leave their rank.
     """
-    layers = sparse_layers(config)
+    layers = count_sparse_layers(config)
     rows = tokens * config.experts_per_token * layers - dropped
     one = rows * config.hidden * itemsize
     return {"dispatch": 2 * one, "combine": 2 * one, "sizes": layers * config.experts * 8}
 
 
-def padded(config: Config, tokens: int, fullest: int) -> float:
+def padding_factor(config: Config, tokens: int, fullest: int) -> float:
     """Return the factor on rows sent if each expert's rows are padded to those of the `fullest`.
 
     tokens: the number of tokens of all ranks. fullest: the largest number of rows of an expert.
@@ -79,7 +79,7 @@ def padded(config: Config, tokens: int, fullest: int) -> float:
     return config.experts * fullest / (tokens * config.experts_per_token)
 
 
-def wait(load_E: Sequence[float], ranks: int) -> float:
+def load_slowdown(load_E: Sequence[float], ranks: int) -> float:
     """Return the largest over the mean number of rows a rank: the experts' slowdown factor."""
     check_experts(len(load_E), ranks)
     local_experts = len(load_E) // ranks

@@ -17,7 +17,7 @@ from shardlab.ranks import check_group
 from shardlab.ranks.checks import check_state
 from shardlab.ranks.gather import gather_named_tensors
 
-from .core import ExpertParallel, _group, own_parameters
+from .core import ExpertParallel, _get_group, own_parameters
 
 
 @torch.no_grad()
@@ -27,14 +27,14 @@ def full_state_dict(model: GPT) -> dict[str, Tensor]:
     Each expert's tensors come from the rank that has it, one tensor at a time. Raises ValueError
     for a model that is not parallelized.
     """
-    group = _group(model)
+    group = _get_group(model)
     rank, _ = check_group(group)
     mine = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    owners = {name: owner for name, (owner, _) in _names(model).items()}
-    dealt = gather_named_tensors(
+    owners = {name: owner for name, (owner, _) in _map_names(model).items()}
+    sharded = gather_named_tensors(
         {name: mine[name] for name, owner in owners.items() if owner == rank}, group
     )
-    return {name: mine[name] if owner is None else dealt[name] for name, owner in owners.items()}
+    return {name: mine[name] if owner is None else sharded[name] for name, owner in owners.items()}
 
 
 @torch.no_grad()
@@ -44,9 +44,9 @@ def load_full_state_dict(model: GPT, state: Mapping[str, Tensor]) -> None:
     Raises ValueError for a model that is not parallelized, for missing or unexpected names, and for
     shapes that are not the plain GPT's.
     """
-    _group(model)
+    _get_group(model)
     mine = model.state_dict()
-    check_state(state, {name: mine[twin].shape for name, (_, twin) in _names(model).items()})
+    check_state(state, {name: mine[twin].shape for name, (_, twin) in _map_names(model).items()})
     for name, tensor in mine.items():
         tensor.copy_(state[name])
 
@@ -59,26 +59,26 @@ def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
     every rank. Raises ValueError for a limit below 0, a model that is not parallelized, and on
     every rank if the first call's limits differ.
     """
-    group, own = _group(model), dict.fromkeys(own_parameters(model))
+    group, own = _get_group(model), dict.fromkeys(own_parameters(model))
     replicated = [p for p in model.parameters() if p not in own]
     return clip_by_joint_norm(model, limit, [group], own, replicated=replicated)
 
 
-def _names(model: GPT) -> dict[str, tuple[int | None, str]]:
+def _map_names(model: GPT) -> dict[str, tuple[int | None, str]]:
     """Map the plain GPT's names to (the expert's rank or None, a local tensor of equal shape)."""
-    dealt = {
+    sharded = {
         prefix: layer
         for prefix, layer in model.named_modules()
         if isinstance(layer, ExpertParallel)
     }
-    _group(model)
+    _get_group(model)
     names: dict[str, tuple[int | None, str]] = {}
     for name in model.state_dict():
         prefix, found, rest = name.partition(".experts.")
         if not found:
             names[name] = None, name
             continue
-        layer = dealt[prefix]
+        layer = sharded[prefix]
         number, _, last = rest.partition(".")
         for turn in range(layer.total // len(layer.own)):
             expert = int(number) - layer.own.start + turn * len(layer.own)

@@ -137,7 +137,7 @@ def activations(
     wide products. attention: "fused" keeps no scores, "plain" all of them in float32, "plain-16" in
     the stream's dtype. device: whose kernels; a CPU has no fused RMSNorm and no fused attention
     with dropout, and needs more. Tensors that context parallelism sends and keeps are not included:
-    see `context_parallel.context_moments`.
+    see `context_parallel.predict_context_moments`.
 
     Raises ValueError for sizes below 1, unknown names, degrees that do not divide the shape, and
     tokens that sequence or context parallelism cannot divide.

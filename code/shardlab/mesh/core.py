@@ -125,12 +125,12 @@ class Parallel(nn.Module):
                 raise ValueError(f"{axis}={degree}: must be {size}, the size of the group")
         self.config, self.layout, self.groups = model.config, layout, groups
         m, chunks = layout.microbatches, layout.chunks
-        schedule = pipeline.schedule(layout.schedule, layout.pp, m, chunks)
+        schedule = pipeline.make_schedule(layout.schedule, layout.pp, m, chunks)
         self._shard_matrices(model, layout.sequence_parallel)
         parts = self._split_layers(model, schedule)
         self.blocks = {number: block for part in parts for number, block in part.blocks.items()}
         if layout.recompute == "full":
-            pipeline.compute_again(list(self.blocks.values()))
+            pipeline.recompute_blocks(list(self.blocks.values()))
         self._shard_replicas(parts, schedule)
         if self.config.dropout:  # a tensor group shares a seed: see `parallelize`
             torch.manual_seed(
@@ -139,21 +139,23 @@ class Parallel(nn.Module):
 
     def _shard_matrices(self, model: GPT, sequence: bool) -> None:
         """Cut matrices over the tensor group, and with `sequence` the tokens."""
-        edges = sequence_parallel.ALONG_SEQUENCE if sequence else tensor_parallel.REPLICATED
+        edges = sequence_parallel.SEQUENCE_SHARDED if sequence else tensor_parallel.REPLICATED
         tensor_parallel.parallelize(model, self.groups.tp, edges)
         names = {parameter: name for name, parameter in model.named_parameters()}
         self.partial_grads = set()  # parameters, whole on every rank, that see 1/t of the tokens
         if sequence:
-            self.partial_grads = {names[p] for p in sequence_parallel.seen_partly(model)}
-        self.shard_dims = tensor_parallel.cuts(model)  # name -> dimension that is cut, or None
+            self.partial_grads = {names[p] for p in sequence_parallel.find_partial_gradients(model)}
+        self.shard_dims = tensor_parallel.get_shard_dims(
+            model
+        )  # name -> dimension that is cut, or None
         self.shard_dims.setdefault("head.weight", 0)  # if tied, it had the embedding's name
-        self.num_shards = tensor_parallel.parts(model)  # name -> number of parts
+        self.num_shards = tensor_parallel.count_shards(model)  # name -> number of parts
         self.num_shards.setdefault("head.weight", self.layout.tp)
 
     def _split_layers(self, model: GPT, schedule: Schedule) -> list[Part]:
         """Keep this rank's parts; a tied embedding and head become twins."""
         layout, (stage, _) = self.layout, check_group(self.groups.pp)
-        parts = pipeline.cut(model, count_chunk_layers(model.config, layout))
+        parts = pipeline.split_model(model, count_chunk_layers(model.config, layout))
         mine = [parts[number] for number in schedule.placement[stage]]
         first, last = layout.stage_order[0], layout.stage_order[-1]
         if model.embedding.weight.is_meta:
@@ -172,7 +174,7 @@ class Parallel(nn.Module):
     def _shard_replicas(self, parts: list[Part], schedule: Schedule) -> None:
         """Shard over the replicas with ZeRO, or average; make the pipeline."""
         layout = self.layout
-        self.get_plain_spec = parts[0].between
+        self.get_plain_spec = parts[0].message_spec
         self.sequence_shards = layout.tp if layout.sequence_parallel else 1
         self.sharded = []
         for part in parts if layout.zero else []:
@@ -186,21 +188,21 @@ class Parallel(nn.Module):
             schedule,
             self.groups.pp,
             self._compute_loss,
-            between=self._get_activation_spec,
+            message_spec=self._get_activation_spec,
             replicas=None if layout.zero else self.groups.dp,
-            twin=self.twin,
+            tied_parameter=self.twin,
         )
         for sharded in self.sharded:
             sharded.changed()  # Pipeline copied the embedding's twin into a piece
 
-    def _get_activation_spec(self, tokens_BS: Tensor) -> pipeline.parts.Form:
+    def _get_activation_spec(self, tokens_BS: Tensor) -> pipeline.parts.TensorSpec:
         """Return shape ([B, S, H] or [B, s, H]) and dtype of sent activations."""
         (batch, seq, hidden), dtype = self.get_plain_spec(tokens_BS)
         return torch.Size((batch, seq // self.sequence_shards, hidden)), dtype
 
     def _compute_loss(self, logits_BSv: Tensor, targets_BS: Tensor) -> Tensor:
         """Return the mean over this replica's targets times its weight: see `step`."""
-        mean = tensor_parallel.loss(logits_BSv, targets_BS, self.groups.tp)
+        mean = tensor_parallel.vocab_parallel_loss(logits_BSv, targets_BS, self.groups.tp)
         return mean * self.loss_weight.to(mean.dtype)
 
     def step(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:

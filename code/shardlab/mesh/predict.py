@@ -242,9 +242,11 @@ def _count_activation_bytes(
     """
     t, chosen = layout.tp, config.experts_per_token
     half = (t - 1) / t * stream
-    inside = sum(tensor_parallel.predict.in_layer(config, n, chosen) for n in part.layer_indices)
+    inside = sum(
+        tensor_parallel.predict.count_all_reduces(config, n, chosen) for n in part.layer_indices
+    )
     # The activations that enter an attention may be narrower or wider than the stream.
-    numbers = sum(tensor_parallel.predict.entering(config))
+    numbers = sum(tensor_parallel.predict.attention_input_sizes(config))
     entering = inside + part.layers * (numbers / config.hidden - 1)
     enters, leaves = entering + part.has_head, inside + part.has_embedding
     loss = 3 * ITEMSIZE * tokens if part.has_head else 0
@@ -260,5 +262,5 @@ def _count_activation_bytes(
 
 
 def _count_weight_grad_bytes(config: Config, layout: Layout, part: Stage) -> float:
-    numbers = sum(tensor_parallel.predict.weights_added(config, layout.tp))
+    numbers = sum(tensor_parallel.predict.summed_weight_sizes(config, layout.tp))
     return 2 * (layout.tp - 1) / layout.tp * ITEMSIZE * numbers * part.layers * layout.microbatches

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardlab.layout.parameters import list_params
 from shardlab.measure import count
 from shardlab.ranks.gather import gather_named_tensors, gather_parts
-from shardlab.tensor_parallel.core import shard_slice, take
+from shardlab.tensor_parallel.core import shard_slice, take_slice
 from shardlab.zero.saved import assembled, deal_out, warm
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def _take_tp_shard(job: Parallel, name: str, value: Tensor) -> Tensor:
     dimension, tp, several = job.shard_dims[name], job.groups.tp, job.num_shards[name]
     if dimension is None or value.dim() == 0:
         return value
-    return take(value, dimension, shard_slice(name, value.shape[dimension], tp, several))
+    return take_slice(value, dimension, shard_slice(name, value.shape[dimension], tp, several))
 
 
 # Measured counterparts of the predictions in `predict`.
@@ -177,7 +177,7 @@ def measure_state_bytes(job: Parallel, optimizer: torch.optim.Optimizer) -> dict
 def count_sent_bytes(sent: count.Traffic, job: Parallel) -> dict[str, float]:
     """Return the bytes that left this rank along "tp", "pp" (twins included) and "dp"."""
     groups = {axis: {group} for axis, group in job.groups._asdict().items()}
-    groups["pp"].add(job.pipeline.mail.back)  # with nccl, a group of its own
+    groups["pp"].add(job.pipeline.mailbox.reverse_group)  # with nccl, a group of its own
     return {
         axis: sum(sent.get_group_traffic(group).count_ring_bytes(group.size()) for group in several)
         for axis, several in groups.items()

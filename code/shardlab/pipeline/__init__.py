@@ -1,71 +1,59 @@
 """Pipeline parallelism: a model cut by layers over stages, and schedules for their work.
 
-- schedules: what each stage does, as plain data: `schedule`, `gpipe`, `one_f_one_b`, … `Action`;
+- schedules: the actions of each stage, as plain data: `make_schedule`, `schedule_1f1b`, `Action`;
 - core: one stage on its rank, which runs its list of actions: `Pipeline`.
 
 The other modules support these two:
 
-- validate: checks that a schedule can run, and says what is wrong; `from_text`, `live`;
-- simulate: its timeline, from given times or measured; `balance`, for layers of unequal cost;
-- parts: a plain GPT in parts (`cut`), and the parts that a rank holds;
-- pipelines: `distribute` (a GPT over ranks), `asleep` (stages that sleep instead of computing);
-- deferred: the split backward, `defer`;
-- picture, terminal: timelines as figures (`draw`) or in characters (`text`).
+- validate: checks of schedules; `parse_schedule`, `count_peak_activations`;
+- simulate: timelines from given times or measured ones; `balance_layers`;
+- parts: a plain GPT in parts (`split_model`), and the parts that a rank holds;
+- builders: `distribute_model` (a GPT over ranks), `make_sleeping_pipeline` (stages that sleep);
+- deferred: the split backward, `defer_weight_gradients`;
+- timeline_figure, timeline_text: timelines as figures or in characters.
 """
 
 from .schedules import (
-    NAMES,
+    SCHEDULE_NAMES,
     Schedule,
-    gpipe,
-    interleaved,
-    needed,
-    one_f_one_b,
-    other_end,
-    schedule,
-    with_messages,
-    zb_h1,
+    add_messages,
+    find_peer,
+    find_receive,
+    make_schedule,
+    schedule_1f1b,
+    schedule_gpipe,
+    schedule_interleaved,
+    schedule_zb_h1,
 )
-from .simulate import Span, Timeline, balance, simulate
-from .validate import from_text, live, validate
+from .simulate import Span, Timeline, balance_layers, simulate
+from .validate import count_peak_activations, parse_schedule, validate
 
-__all__ = [  # besides the names in _LATER
-    "NAMES",
-    "Schedule",
-    "Span",
-    "Timeline",
-    "balance",
-    "from_text",
-    "gpipe",
-    "interleaved",
-    "live",
-    "needed",
-    "one_f_one_b",
-    "other_end",
-    "schedule",
-    "simulate",
+# Besides the names in _LAZY_IMPORTS.
+__all__ = [
+    "SCHEDULE_NAMES", "Schedule", "Span", "Timeline", "add_messages", "balance_layers",
+    "count_peak_activations", "find_peer", "find_receive", "make_schedule", "parse_schedule",
+    "schedule_1f1b", "schedule_gpipe", "schedule_interleaved", "schedule_zb_h1", "simulate",
     "validate",
-    "with_messages",
-    "zb_h1",
-]
+]  # fmt: skip
 
 # Names that need torch or matplotlib are loaded on first use, so programs that only look at
 # schedules do not wait. Module names are complete, so that a recording's key finds the files.
-_LATER = {
+_LAZY_IMPORTS = {
     "Part": "shardlab.pipeline.parts",
     "Pipeline": "shardlab.pipeline.core",
-    "Sleeping": "shardlab.pipeline.pipelines",
-    "asleep": "shardlab.pipeline.pipelines",
-    "compute_again": "shardlab.pipeline.parts",
-    "cut": "shardlab.pipeline.parts",
-    "defer": "shardlab.pipeline.deferred",
-    "distribute": "shardlab.pipeline.pipelines",
-    "draw": "shardlab.pipeline.picture",
+    "SleepingPart": "shardlab.pipeline.builders",
+    "make_sleeping_pipeline": "shardlab.pipeline.builders",
+    "recompute_blocks": "shardlab.pipeline.parts",
+    "split_model": "shardlab.pipeline.parts",
+    "defer_weight_gradients": "shardlab.pipeline.deferred",
+    "distribute_model": "shardlab.pipeline.builders",
+    "draw_timelines": "shardlab.pipeline.timeline_figure",
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _LATER:
+    if name not in _LAZY_IMPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_LATER[name]), name)
+    return getattr(import_module(_LAZY_IMPORTS[name]), name)

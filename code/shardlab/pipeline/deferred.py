@@ -4,9 +4,9 @@ A linear layer's backward is two products of the same size: dx = dy W, for which
 waits, and dW = dyᵀ x, for which only the optimizer waits. Zero bubble schedules (Qi et al. 2023,
 arXiv 2401.10241, section 2) defer the second one to a time when a stage would idle.
 
-`defer` splits every nn.Linear in a module, from outside. Backward then frees everything that it has
-used except each linear layer's x and dy, which are kept for `run`. Gradients of norms' and
-embeddings' weights are not deferred: they are cheap and come with the input's gradient.
+`defer_weight_gradients` splits every nn.Linear in a module, from outside. Backward then frees all
+that it has used except each linear layer's x and dy, which are kept for `run_tasks`. Gradients of
+norms' and embeddings' weights are not deferred: they are cheap and come with the input's gradient.
 
 Shapes in names: N tokens (batch times sequence), I inputs, O outputs of a linear layer.
 """
@@ -25,26 +25,26 @@ from torch.autograd.function import once_differentiable
 Task = Callable[[], None]
 
 
-def run(tasks: list[Task]) -> None:
+def run_tasks(tasks: list[Task]) -> None:
     """Run deferred tasks in order, and release each task's tensors once it is done."""
     tasks.reverse()
     while tasks:
         tasks.pop()()
 
 
-def defer(module: nn.Module) -> list[Task]:
+def defer_weight_gradients(module: nn.Module) -> list[Task]:
     """Make backward through `module` defer the weight gradients of its linear layers.
 
     Returns the list to which backward appends the deferred tasks. A module with an attribute
-    `later` gets this list and defers its own work.
+    `deferred_tasks` gets this list and defers its own work.
     """
-    later: list[Task] = []
+    tasks: list[Task] = []
     for part in module.modules():
-        if hasattr(part, "later"):
-            part.later = later
+        if hasattr(part, "deferred_tasks"):
+            part.deferred_tasks = tasks
         elif type(part).forward is nn.Linear.forward:
-            part.forward = partial(_Linear.apply, later, part.weight, part.bias)
-    return later
+            part.forward = partial(_Linear.apply, tasks, part.weight, part.bias)
+    return tasks
 
 
 class _Linear(torch.autograd.Function):
@@ -52,10 +52,10 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, later: list[Task], weight: Tensor, bias: Tensor | None, x: Tensor
+        ctx: Any, tasks: list[Task], weight: Tensor, bias: Tensor | None, x: Tensor
     ) -> Tensor:
         y = F.linear(x, weight, bias)
-        ctx.later, ctx.weight, ctx.bias = later, weight, bias
+        ctx.tasks, ctx.weight, ctx.bias = tasks, weight, bias
         ctx.save_for_backward(x.to(y.dtype))  # under autocast, the dtype that was multiplied
         return y
 
@@ -66,7 +66,7 @@ class _Linear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         dy_NO = dy.reshape(-1, dy.shape[-1])
         x_NI = x.reshape(-1, x.shape[-1])
-        ctx.later.append(partial(_weight_gradients, weight_OI, ctx.bias, x_NI, dy_NO))
+        ctx.tasks.append(partial(_compute_weight_gradients, weight_OI, ctx.bias, x_NI, dy_NO))
         if not ctx.needs_input_grad[3]:
             return None, None, None, None
         dx_NI = dy_NO @ weight_OI.to(dy.dtype)  # [N, O] @ [O, I]
@@ -74,17 +74,16 @@ class _Linear(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _weight_gradients(
+def _compute_weight_gradients(
     weight_OI: Tensor, bias_O: Tensor | None, x_NI: Tensor, dy_NO: Tensor
 ) -> None:
     if weight_OI.requires_grad:
-        _accumulate(weight_OI, dy_NO.t() @ x_NI)  # [O, N] @ [N, I]
+        _add_gradient(weight_OI, dy_NO.t() @ x_NI)  # [O, N] @ [N, I]
     if bias_O is not None and bias_O.requires_grad:
-        _accumulate(bias_O, dy_NO.sum(0))
+        _add_gradient(bias_O, dy_NO.sum(0))
 
 
-def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """Add `gradient` to `parameter.grad`, as autograd does."""
+def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
     if parameter.grad is None:
         parameter.grad = gradient.to(parameter.dtype)
     else:

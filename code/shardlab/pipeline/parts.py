@@ -1,8 +1,9 @@
-"""The parts of a model that a rank holds: parts of a plain GPT, or any modules that fit together.
+"""The parts of a model that a rank holds: parts of a plain GPT, or any modules in sequence.
 
 A part is a run of consecutive blocks; the first part also has the embedding, the last the norm and
 the head. Parameters keep their names and tensors from the whole model: nothing is copied, and the
-model does not change. `Held` is this rank's parts under those names, checked against other ranks.
+model does not change. `LocalParts` is this rank's parts under those names, checked against other
+ranks.
 
 Shapes in names: B batch, S sequence, H hidden, V vocabulary.
 """
@@ -25,10 +26,10 @@ from shardlab.ranks import check_group, check_same
 from shardlab.ranks.gather import gather_named_tensors
 
 from .schedules import Schedule
-from .simulate import balance
+from .simulate import balance_layers
 from .validate import validate
 
-Form = tuple[torch.Size, torch.dtype]  # of the tensors between parts, for given tokens
+TensorSpec = tuple[torch.Size, torch.dtype]  # of the tensors between parts, for given tokens
 
 
 class Part(nn.Module):
@@ -53,12 +54,12 @@ class Part(nn.Module):
             x = self.head(self.norm(x))  # [B, S, H] @ [H, V]
         return x
 
-    def between(self, tokens_BS: Tensor) -> Form:
+    def message_spec(self, tokens_BS: Tensor) -> TensorSpec:
         """Return shape [B, S, H] and dtype of the tensors between parts, for these tokens."""
         return torch.Size((*tokens_BS.shape, self.hidden)), next(self.parameters()).dtype
 
 
-def compute_again(blocks: Sequence[nn.Module]) -> None:
+def recompute_blocks(blocks: Sequence[nn.Module]) -> None:
     """Keep only the input of each block, and recompute the rest in backward; changes `blocks`.
 
     Chen et al. 2016 (arXiv 1604.06174). torch stops recomputing once backward has what it needs.
@@ -67,7 +68,7 @@ def compute_again(blocks: Sequence[nn.Module]) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def cut(model: GPT, layers: int | Sequence[int]) -> list[Part]:
+def split_model(model: GPT, layers: int | Sequence[int]) -> list[Part]:
     """Cut `model` into parts, in order.
 
     layers: the number of parts, which get blocks as equally as possible, or the number of blocks in
@@ -78,13 +79,13 @@ def cut(model: GPT, layers: int | Sequence[int]) -> list[Part]:
     total = len(model.blocks)
     if isinstance(layers, int):
         if not 1 <= layers <= total:
-            what = f"allowed are 1 to {total} parts of a model with {total} layers"
+            what = f"must be 1 to {total} parts of a model with {total} layers"
             raise ValueError(f"layers={layers}: {what}")
-        layers = balance([1] * total, layers)
+        layers = balance_layers([1] * total, layers)
     layers = list(layers)
     if not layers or min(layers) < 0 or 0 in layers[1:-1] or sum(layers) != total:
-        what = f"whole numbers whose sum is {total}, 0 at the ends alone"
-        raise ValueError(f"layers={layers}: allowed are {what}")
+        what = f"must be whole numbers with sum {total}, and 0 only at the ends"
+        raise ValueError(f"layers={layers}: {what}")
     ends = list(accumulate(layers))
     return [
         Part(model, range(end - size, end), first=i == 0, last=i == len(layers) - 1)
@@ -92,11 +93,11 @@ def cut(model: GPT, layers: int | Sequence[int]) -> list[Part]:
     ]
 
 
-class Held:
+class LocalParts:
     """The parts that a rank holds, one per chunk. Stage s is rank s.
 
     between: see `Form`; by default the first part's method. check: validate the schedule. given:
-    further values that must be the same on all ranks.
+    schedule. same_values: further values that must be the same on all ranks.
 
     Raises ValueError on all ranks of the group if any of them has another number of parts than
     chunks, or another schedule than the rest.
@@ -107,27 +108,29 @@ class Held:
         parts: Sequence[nn.Module],
         schedule: Schedule,
         group: dist.ProcessGroup,
-        between: Callable[[Tensor], Form] | None = None,
+        message_spec: Callable[[Tensor], TensorSpec] | None = None,
         check: bool = True,
-        **given: Any,
+        **same_values: Any,
     ):
         self.parts, self.schedule, self.group = list(parts), schedule, group
-        self.stage = stage_of(schedule, group)
+        self.stage = get_stage(schedule, group)
         if check:
             validate(schedule)
-        self.between = between or self.parts[0].between
+        self.message_spec = message_spec or self.parts[0].message_spec
         wrong, actions = None, zlib.crc32(repr(schedule.actions).encode())
         if len(self.parts) != (chunks := schedule.chunks):
-            wrong = f"parts has {len(self.parts)} modules: allowed is {chunks}, one for each chunk"
-        check_same(group, local_error=wrong, schedule=f"{schedule.name} ({actions:08x})", **given)
-        self.numbers = schedule.placement[self.stage]  # the numbers of its parts
+            wrong = f"parts has {len(self.parts)} modules: must have {chunks}, one for each chunk"
+        check_same(
+            group, local_error=wrong, schedule=f"{schedule.name} ({actions:08x})", **same_values
+        )
+        self.part_numbers = schedule.placement[self.stage]
         tensors = (t for part in self.parts for t in (*part.parameters(), *part.buffers()))
         self.device = next((tensor.device for tensor in tensors), torch.device("cpu"))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters; those of a GPT under their names in the whole model."""
         seen = set()
-        for part, prefix in self._named():
+        for part, prefix in self._named_parts():
             for name, parameter in part.named_parameters():
                 if parameter not in seen:
                     seen.add(parameter)
@@ -142,27 +145,27 @@ class Held:
         """Return this rank's parameters and buffers, under the same names."""
         return {
             prefix + name: value
-            for part, prefix in self._named()
+            for part, prefix in self._named_parts()
             for name, value in part.state_dict().items()
         }
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return all ranks' parameters and buffers, in the model's order; every rank calls this."""
         mine = {name: value.detach().clone() for name, value in self.state_dict().items()}
-        numbered = zip(self._named(), self.numbers, strict=True)
+        numbered = zip(self._named_parts(), self.part_numbers, strict=True)
         places = {prefix + n: i for (part, prefix), i in numbered for n in part.state_dict()}
         return gather_named_tensors(mine, self.group, places)
 
-    def _named(self) -> list[tuple[nn.Module, str]]:
+    def _named_parts(self) -> list[tuple[nn.Module, str]]:
         """Return the parts with the prefix of their names: "" if names are the model's own."""
-        numbered = zip(self.parts, self.numbers, strict=True)
+        numbered = zip(self.parts, self.part_numbers, strict=True)
         return [(p, "" if hasattr(p, "plain_names") else f"{number}.") for p, number in numbered]
 
 
-def stage_of(schedule: Schedule, group: dist.ProcessGroup) -> int:
+def get_stage(schedule: Schedule, group: dist.ProcessGroup) -> int:
     """Return this rank's stage. Raises ValueError unless the group has one rank per stage."""
     rank, size = check_group(group)
     if size != schedule.stages:
-        what = f"allowed are {schedule.stages}, one for each stage of {schedule.name}"
+        what = f"must have {schedule.stages}, one for each stage of {schedule.name}"
         raise ValueError(f"group has {size} ranks: {what}")
     return rank

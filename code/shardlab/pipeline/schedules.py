@@ -26,9 +26,9 @@ from typing import NamedTuple
 
 from shardlab.common.arguments import MAX_COUNT, check_count, check_integer, shorten_repr
 
-COMPUTE = ("F", "B", "I", "W")
-MESSAGES = ("RF", "SF", "RB", "SB")
-NAMES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
+PASS_KINDS = ("F", "B", "I", "W")
+MESSAGE_KINDS = ("RF", "SF", "RB", "SB")
+SCHEDULE_NAMES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
 
 
 class Action(NamedTuple):
@@ -52,9 +52,9 @@ class Schedule:
     chunks: int  # [v] per stage
     placement: tuple[tuple[int, ...], ...]  # [stage][chunk] -> part
     orders: tuple[tuple[Action, ...], ...]  # by stage: the passes alone (F B I W)
-    # By stage: passes and messages. None: `with_messages` adds the messages, always correctly. A
-    # test of wrong messages sets them: dataclasses.replace(schedule, given=…).
-    given: tuple[tuple[Action, ...], ...] | None = None
+    # By stage: passes and messages. None: `add_messages` adds the messages, always correctly. A
+    # test of wrong messages sets them: dataclasses.replace(schedule, explicit_actions=…).
+    explicit_actions: tuple[tuple[Action, ...], ...] | None = None
 
     @property
     def parts(self) -> int:
@@ -62,43 +62,43 @@ class Schedule:
         return self.stages * self.chunks
 
     @property
-    def splits(self) -> bool:
+    def has_split_backward(self) -> bool:
         """True if the backward is split into I and W."""
         return any(action.kind == "W" for order in self.orders for action in order)
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """The actions that each stage's rank executes: passes and messages."""
-        return with_messages(self) if self.given is None else self.given
+        return add_messages(self) if self.explicit_actions is None else self.explicit_actions
 
     @cached_property
-    def _owners(self) -> dict[int, tuple[int, int]]:
+    def _owner_by_part(self) -> dict[int, tuple[int, int]]:
         return {
             part: (stage, chunk)
             for stage, parts in enumerate(self.placement)
             for chunk, part in enumerate(parts)
         }
 
-    def owner(self, part: int) -> tuple[int, int]:
-        """Return the (stage, chunk) that holds a part."""
-        return self._owners[part]
+    def find_owner(self, part: int) -> tuple[int, int]:
+        """Return (stage, chunk) of a part."""
+        return self._owner_by_part[part]
 
-    def name_of(self, action: Action) -> str:
+    def format_action(self, action: Action) -> str:
         """Return the name of an action: `F3`, or `F3.1` if stages have several chunks."""
         return f"{action.kind}{action.microbatch}" + (f".{action.chunk}" if self.chunks > 1 else "")
 
     def __str__(self) -> str:
-        """Return one line per stage, which `from_text` can parse."""
-        return "\n".join(" ".join(map(self.name_of, order)) for order in self.orders)
+        """Return one line per stage, which `parse_schedule` can parse."""
+        return "\n".join(" ".join(map(self.format_action, order)) for order in self.orders)
 
 
-def loop(stages: int, chunks: int = 1) -> tuple[tuple[int, ...], ...]:
+def place_round_robin(stages: int, chunks: int = 1) -> tuple[tuple[int, ...], ...]:
     """Return the round-robin placement: chunk c of stage s is part c · p + s."""
     return tuple(tuple(c * stages + s for c in range(chunks)) for s in range(stages))
 
 
-def vee(stages: int) -> tuple[tuple[int, ...], ...]:
-    """Return the V-shaped placement: stage s holds parts s and 2p - 1 - s."""
+def place_v_shaped(stages: int) -> tuple[tuple[int, ...], ...]:
+    """Return the placement in which stage s holds parts s and 2p - 1 - s."""
     return tuple((s, 2 * stages - 1 - s) for s in range(stages))
 
 
@@ -108,7 +108,7 @@ def check_size(stages: int, microbatches: int, chunks: int = 1) -> None:
     check_integer(1, MAX_COUNT // (stages * chunks), microbatches=microbatches)
 
 
-def schedule(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
+def make_schedule(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
     """Return the schedule called `name` for p `stages` and m `microbatches`.
 
     `chunks` is v, the number of model parts per stage: any number above 0 for interleaved (by
@@ -116,37 +116,39 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int | None = Non
 
     Raises ValueError for an unknown name, numbers below 1, and chunks that a schedule cannot have.
     """
-    if name not in NAMES:
-        raise ValueError(f"schedule={shorten_repr(name)}: allowed are {', '.join(NAMES)}")
+    if name not in SCHEDULE_NAMES:
+        raise ValueError(
+            f"schedule={shorten_repr(name)}: must be one of {', '.join(SCHEDULE_NAMES)}"
+        )
     if name == "interleaved":
-        return interleaved(stages, microbatches, 2 if chunks is None else chunks)
+        return schedule_interleaved(stages, microbatches, 2 if chunks is None else chunks)
     fixed = 2 if name == "zb-v" else 1
     if chunks is not None and chunks != fixed:
-        raise ValueError(f"chunks={shorten_repr(chunks)}: allowed for {name} is {fixed}")
-    of_one_chunk = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b}
-    split = {"zb-h1": zb_h1, "zb-h2": zb_h2, "zb-v": zb_v}
-    return (of_one_chunk | split)[name](stages, microbatches)
+        raise ValueError(f"chunks={shorten_repr(chunks)}: must be {fixed} for {name}")
+    makers = {"naive": schedule_naive, "gpipe": schedule_gpipe, "1f1b": schedule_1f1b}
+    makers |= {"zb-h1": schedule_zb_h1, "zb-h2": schedule_zb_h2, "zb-v": schedule_zb_v}
+    return makers[name](stages, microbatches)
 
 
 # One chunk, whole backwards: each order is a loop or two.
 
 
-def naive(stages: int, microbatches: int) -> Schedule:
+def schedule_naive(stages: int, microbatches: int) -> Schedule:
     """Make a schedule in which each micro-batch passes all stages before the next begins.
 
     One stage works at a time: the bubble is (p-1)/p for every m.
     """
 
-    def order(stage: int) -> list[Action]:
+    def make_order(stage: int) -> list[Action]:
         passes = []
         for i in range(microbatches):
             passes += [Action("F", i), Action("B", i)]
         return passes
 
-    return _by_stage("naive", stages, microbatches, order)
+    return _order_each_stage("naive", stages, microbatches, make_order)
 
 
-def gpipe(stages: int, microbatches: int) -> Schedule:
+def schedule_gpipe(stages: int, microbatches: int) -> Schedule:
     """Make a schedule of all forwards, then all backwards, first micro-batch first.
 
     Huang et al. 2019 (arXiv 1811.06965). The bubble is (p-1)/(m+p-1); every stage keeps the
@@ -154,23 +156,23 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     in the order of one process.
     """
 
-    def order(stage: int) -> list[Action]:
+    def make_order(stage: int) -> list[Action]:
         passes = [Action("F", i) for i in range(microbatches)]
         passes += [Action("B", i) for i in range(microbatches)]
         return passes
 
-    return _by_stage("gpipe", stages, microbatches, order)
+    return _order_each_stage("gpipe", stages, microbatches, make_order)
 
 
-def one_f_one_b(stages: int, microbatches: int) -> Schedule:
+def schedule_1f1b(stages: int, microbatches: int) -> Schedule:
     """Make a schedule that alternates forward and backward after a warm-up.
 
     Narayanan et al. 2019 and 2021 (PipeDream-Flush; arXiv 2104.04473, section 2.2). Stage s warms
-    up with p-1-s forwards. The bubble is that of `gpipe`, but a stage keeps the activations of at
-    most p-s micro-batches.
+    up with p-1-s forwards. The bubble is GPipe's, but a stage keeps the activations of at most p-s
+    micro-batches.
     """
 
-    def order(stage: int) -> list[Action]:
+    def make_order(stage: int) -> list[Action]:
         ahead = min(stages - 1 - stage, microbatches)
         passes = [Action("F", i) for i in range(ahead)]  # warm-up
         for i in range(microbatches - ahead):  # steady
@@ -178,60 +180,59 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
         passes += [Action("B", i) for i in range(microbatches - ahead, microbatches)]  # cool-down
         return passes
 
-    return _by_stage("1f1b", stages, microbatches, order)
+    return _order_each_stage("1f1b", stages, microbatches, make_order)
 
 
-def _by_stage(
+def _order_each_stage(
     name: str,
     stages: int,
     microbatches: int,
-    order: Callable[[int], list[Action]],
+    make_order: Callable[[int], list[Action]],
     chunks: int = 1,
 ) -> Schedule:
-    """Make a schedule from each stage's `order`, with round-robin placement."""
     check_size(stages, microbatches)
-    orders = tuple(tuple(order(stage)) for stage in range(stages))
-    return Schedule(name, stages, microbatches, chunks, loop(stages, chunks), orders)
+    orders = tuple(tuple(make_order(stage)) for stage in range(stages))
+    return Schedule(name, stages, microbatches, chunks, place_round_robin(stages, chunks), orders)
 
 
 # Messages. The result of a pass is sent at once, to the stage with the next part (or the part
 # before). No message is needed if that part is on the same stage (the turn of the V).
 
 
-def needed(schedule: Schedule, stage: int, action: Action) -> Action | None:
+def find_receive(schedule: Schedule, stage: int, action: Action) -> Action | None:
     """Return the receive that `action` waits for; None if its input is made on its own stage."""
-    return _message("R", schedule, stage, action)
+    return _find_message("R", schedule, stage, action)
 
 
-def sent(schedule: Schedule, stage: int, action: Action) -> Action | None:
+def find_send(schedule: Schedule, stage: int, action: Action) -> Action | None:
     """Return the send of the result of `action`; None if no other stage needs it."""
-    return _message("S", schedule, stage, action)
+    return _find_message("S", schedule, stage, action)
 
 
-def _message(side: str, schedule: Schedule, stage: int, action: Action) -> Action | None:
+def _find_message(side: str, schedule: Schedule, stage: int, action: Action) -> Action | None:
     if action.kind not in ("F", "B", "I"):
         return None
     what = "F" if action.kind == "F" else "B"
     ahead = (side == "S") == (what == "F")  # the other end holds the part after this one
     part = schedule.placement[stage][action.chunk] + (1 if ahead else -1)
-    if not 0 <= part < schedule.parts or schedule.owner(part)[0] == stage:
+    if not 0 <= part < schedule.parts or schedule.find_owner(part)[0] == stage:
         return None
     return Action(side + what, action.microbatch, action.chunk)
 
 
-def other_end(schedule: Schedule, stage: int, message: Action) -> tuple[int, Action]:
+def find_peer(schedule: Schedule, stage: int, message: Action) -> tuple[int, Action]:
     """Return the other end of a message: its stage, and that stage's action.
 
     SF3 of stage 0 is RF3 on stage 1.
     """
     forward = message.kind in ("SF", "RB")  # the other end holds the part after this one
     part = schedule.placement[stage][message.chunk] + (1 if forward else -1)
-    peer, chunk = schedule.owner(part)
+    peer, chunk = schedule.find_owner(part)
     side = "R" if message.kind[0] == "S" else "S"
     return peer, Action(side + message.kind[1], message.microbatch, chunk)
 
 
-def with_messages(schedule: Schedule, early: bool = True) -> tuple[tuple[Action, ...], ...]:
+def add_messages(schedule: Schedule, early: bool = True) -> tuple[tuple[Action, ...], ...]:
     """Return each stage's passes and messages, without deadlock if the passes have none.
 
     1. A send follows immediately after the pass whose result it sends.
@@ -244,27 +245,27 @@ def with_messages(schedule: Schedule, early: bool = True) -> tuple[tuple[Action,
     incoming: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.orders]
     for stage, order in enumerate(schedule.orders):
         for action in order:
-            if send := sent(schedule, stage, action):
-                peer, receive = other_end(schedule, stage, send)
+            if send := find_send(schedule, stage, action):
+                peer, receive = find_peer(schedule, stage, send)
                 incoming[peer][stage].append(receive)
     made = []
     for stage, order in enumerate(schedule.orders):
-        posted = _posted(schedule, stage, incoming[stage], early)
+        posted = _place_receives(schedule, stage, incoming[stage], early)
         actions: list[Action] = []
         for receives, action in zip(posted, order, strict=False):
             actions += [*receives, action]
-            if send := sent(schedule, stage, action):
+            if send := find_send(schedule, stage, action):
                 actions.append(send)
         made.append(tuple(actions + posted[-1]))
     return tuple(made)
 
 
-def _posted(
+def _place_receives(
     schedule: Schedule, stage: int, incoming: dict[int, list[Action]], early: bool
 ) -> list[list[Action]]:
     """Return the receives to post before each pass of a stage, and at its end (rule 3)."""
     order = schedule.orders[stage]
-    wanted = {needed(schedule, stage, action): max(0, i - early) for i, action in enumerate(order)}
+    wanted = {find_receive(schedule, stage, a): max(0, i - early) for i, a in enumerate(order)}
     posted: list[list[Action]] = [[] for _ in range(len(order) + 1)]
     for peer in sorted(incoming):
         # From the last one back: no receive may be posted after its successor.
@@ -281,21 +282,23 @@ def _posted(
 # begin at different steps, and each then takes one micro-batch after the other.
 
 
-def in_steps(begins: dict[str, int], passes: dict[str, list[tuple[int, int]]]) -> list[Action]:
-    """Return an order in steps; `begins` is the step at which each kind starts its `passes`.
+def order_in_steps(
+    starts: dict[str, int], passes: dict[str, list[tuple[int, int]]]
+) -> list[Action]:
+    """Return an order in steps; `starts` is the step at which each kind starts its `passes`.
 
     passes: for each kind, (micro-batch, chunk) in the order in which they run. 1F1B is
-    in_steps({"F": 0, "B": p - 1 - stage}, …).
+    order_in_steps({"F": 0, "B": p - 1 - stage}, …).
     """
     order = []
-    for step in range(max(begins.values()) + len(passes["F"])):
-        for kind, begin in begins.items():
+    for step in range(max(starts.values()) + len(passes["F"])):
+        for kind, begin in starts.items():
             if 0 <= step - begin < len(passes[kind]):
                 order.append(Action(kind, *passes[kind][step - begin]))
     return order
 
 
-def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
+def schedule_interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     """Make 1F1B with v chunks per stage: a smaller bubble, but v times the messages.
 
     Narayanan et al. 2021 (arXiv 2104.04473), section 2.2. Micro-batches form groups; a group passes
@@ -303,7 +306,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     the bubble is (p-1)/(vm+p-1). Other m are allowed: groups are then as equal as possible, none
     smaller than p (or a single one, if m < 2p), and the bubble is the same for any m from p on.
     Where torch's ScheduleInterleaved1F1B accepts m, this is its order. With one chunk it warms up
-    with more forwards than `one_f_one_b`, without a benefit.
+    with more forwards than `schedule_1f1b`, without a benefit.
     """
     check_size(stages, microbatches, chunks)
     rounds = max(1, microbatches // stages)
@@ -316,14 +319,14 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     backwards = [(i, chunks - 1 - chunk) for i, chunk in forwards]
     group = size + (larger > 0)
 
-    def order(stage: int) -> list[Action]:
+    def make_order(stage: int) -> list[Action]:
         ahead = 2 * (stages - 1 - stage) + (chunks - 1) * group
-        return in_steps({"F": 0, "B": ahead}, {"F": forwards, "B": backwards})
+        return order_in_steps({"F": 0, "B": ahead}, {"F": forwards, "B": backwards})
 
-    return _by_stage("interleaved", stages, microbatches, order, chunks)
+    return _order_each_stage("interleaved", stages, microbatches, make_order, chunks)
 
 
-def zb_h1(stages: int, microbatches: int) -> Schedule:
+def schedule_zb_h1(stages: int, microbatches: int) -> Schedule:
     """Make 1F1B with a split backward: I at once, because a neighbour waits for it; W later.
 
     Qi et al. 2023 (arXiv 2401.10241), section 2.1: the bubble is (p-1)(F+I-W), with 1F1B's p
@@ -331,28 +334,28 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
     p-1 on all stages.
     """
 
-    def order(stage: int) -> list[Action]:
-        begins = {"F": 0, "I": stages - 1 - stage, "W": stages - 1}
-        return in_steps(begins, dict.fromkeys(begins, [(i, 0) for i in range(microbatches)]))
+    def make_order(stage: int) -> list[Action]:
+        starts = {"F": 0, "I": stages - 1 - stage, "W": stages - 1}
+        return order_in_steps(starts, dict.fromkeys(starts, [(i, 0) for i in range(microbatches)]))
 
-    return _by_stage("zb-h1", stages, microbatches, order)
+    return _order_each_stage("zb-h1", stages, microbatches, make_order)
 
 
-def zb_h2(stages: int, microbatches: int) -> Schedule:
+def schedule_zb_h2(stages: int, microbatches: int) -> Schedule:
     """Make a schedule with twice 1F1B's warm-up forwards, whose W runs only to fill idle time.
 
     Qi et al. 2023 (arXiv 2401.10241), section 2.2: the bubble is (p-1)(F+I-2W), zero for equal
     times, with the activations of up to 2p-1 micro-batches.
     """
 
-    def order(stage: int) -> list[Action]:
-        begins = {"F": 0, "I": 2 * (stages - 1 - stage), "W": 2 * (stages - 1)}
-        return in_steps(begins, dict.fromkeys(begins, [(i, 0) for i in range(microbatches)]))
+    def make_order(stage: int) -> list[Action]:
+        starts = {"F": 0, "I": 2 * (stages - 1 - stage), "W": 2 * (stages - 1)}
+        return order_in_steps(starts, dict.fromkeys(starts, [(i, 0) for i in range(microbatches)]))
 
-    return _by_stage("zb-h2", stages, microbatches, order)
+    return _order_each_stage("zb-h2", stages, microbatches, make_order)
 
 
-def zb_v(stages: int, microbatches: int) -> Schedule:
+def schedule_zb_v(stages: int, microbatches: int) -> Schedule:
     """Make a schedule of two chunks per stage, placed as a V: no bubble at 1F1B's memory.
 
     Qi et al. 2023 (arXiv 2401.10241), section 6, for equal times of F, I and W. The first stage
@@ -383,4 +386,4 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
                 order.append(Action(what[0], passed[what], int(what[1])))
                 passed[what] += 1
         orders.append(tuple(action for action in order if action.microbatch < microbatches))
-    return Schedule("zb-v", stages, microbatches, 2, vee(stages), tuple(orders))
+    return Schedule("zb-v", stages, microbatches, 2, place_v_shaped(stages), tuple(orders))

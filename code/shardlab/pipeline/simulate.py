@@ -4,8 +4,8 @@
              backward_weight=9.337, hop=0.601).bubble        # 0.2431
 
 `simulate` predicts a step without computing; a `Clock` measures a real step, and its times make the
-same `Timeline`. The slowest stage sets the pace: `balance` cuts layers of unequal cost so that the
-slowest stage is as fast as possible. Needs the standard library alone, except for the clock.
+same `Timeline`. The slowest stage sets the pace: `balance_layers` cuts layers of unequal cost so
+that the slowest stage is as fast as possible. Only the clock needs torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardlab.common.arguments import check_integer
 
 from .schedules import Action, Schedule
-from .validate import before, live, result, validate
+from .validate import count_peak_activations, find_inputs, result_key, validate
 
 if TYPE_CHECKING:
     import torch
@@ -50,31 +50,32 @@ class Timeline:
     spans: tuple[tuple[Span, ...], ...]  # by stage, in order
 
     @cached_property
-    def cost(self) -> float:
-        """The time of a step: the longest time of any stage from its first begin to its last end.
+    def step_time(self) -> float:
+        """The longest time of any stage from its first begin to its last end.
 
         The convention of the zero bubble paper (arXiv 2401.10241, Table 5): a stage that began late
-        may also begin the next step late, so the slant of the pipeline is no loss.
+        may also begin the next step late, so its late start is no loss.
         """
         return max(spans[-1].end - spans[0].begin for spans in self.spans)
 
     @cached_property
-    def busy(self) -> tuple[float, ...]:
+    def busy_times(self) -> tuple[float, ...]:
         """The time that each stage computes."""
         return tuple(sum(span.end - span.begin for span in spans) for spans in self.spans)
 
     @cached_property
     def bubble(self) -> float:
-        """The share of the cost during which a stage, on average, does not compute.
+        """The share of the step time during which a stage, on average, does not compute.
 
-        (cost - m(F+B+W)) / cost for equal stages, which is the paper's bubble rate.
+        For equal stages the paper's bubble rate, (cost - m(F+B+W)) / cost.
         """
-        return 1 - sum(self.busy) / (len(self.busy) * self.cost) if self.cost else 0.0
+        total = len(self.spans) * self.step_time
+        return 1 - sum(self.busy_times) / total if total else 0.0
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
-        """The peak of each stage's activations, in micro-batches of a whole stage: see `live`."""
-        return live(self.schedule)
+        """The result of `count_peak_activations` for this schedule."""
+        return count_peak_activations(self.schedule)
 
 
 def simulate(
@@ -95,12 +96,12 @@ def simulate(
     schedule that does not pass `validate`.
     """
     times = {
-        "F": each_stage("forward", forward, schedule),
-        "I": each_stage("backward_input", backward_input, schedule),
-        "W": each_stage("backward_weight", backward_weight, schedule),
+        "F": expand_per_stage("forward", forward, schedule),
+        "I": expand_per_stage("backward_input", backward_input, schedule),
+        "W": expand_per_stage("backward_weight", backward_weight, schedule),
     }
     times["B"] = [i + w for i, w in zip(times["I"], times["W"], strict=True)]
-    hops = each_stage("hop", hop, schedule)
+    hops = expand_per_stage("hop", hop, schedule)
     validate(schedule)
     ends: dict[tuple[int, Action], float] = {}
     spans: list[list[Span]] = [[] for _ in schedule.orders]
@@ -114,37 +115,37 @@ def simulate(
             done = spans[stage]
             while len(done) < len(order):
                 action = order[len(done)]
-                needs = before(schedule, stage, action)
+                needs = find_inputs(schedule, stage, action)
                 if any(need not in ends for need in needs):
                     break
-                come = [ends[need] + (hops[need[0]] if need[0] != stage else 0) for need in needs]
-                begin = max([done[-1].end if done else 0, *come])
+                arrivals = [
+                    ends[need] + (hops[need[0]] if need[0] != stage else 0) for need in needs
+                ]
+                begin = max([done[-1].end if done else 0, *arrivals])
                 end = begin + times[action.kind][stage] / schedule.chunks
-                ends[stage, result(action)] = end
+                ends[stage, result_key(action)] = end
                 done.append(Span(*action, begin, end))
         assert len(ends) > known
         turn.reverse()
     return Timeline(schedule, tuple(map(tuple, spans)))
 
 
-def each_stage(name: str, given: Times, schedule: Schedule) -> list[float]:
-    """Return `given` for every stage. Raises ValueError for lists that are not one per stage."""
+def expand_per_stage(name: str, given: Times, schedule: Schedule) -> list[float]:
+    """Return one time per stage. Raises ValueError for lists of another length."""
     if isinstance(given, Sequence) and not isinstance(given, str):
         values = list(given)
         if len(values) != schedule.stages:
-            raise ValueError(
-                f"{name} has {len(values)} values: allowed are one for all, or one for each of "
-                f"{schedule.stages} stages"
-            )
+            what = f"must have one for all stages, or one for each of {schedule.stages}"
+            raise ValueError(f"{name} has {len(values)} values: {what}")
     else:
         values = [given] * schedule.stages
     for value in values:
         if not 0 <= value < math.inf:
-            raise ValueError(f"{name}={value!r}: allowed are numbers from 0")
+            raise ValueError(f"{name}={value!r}: must be finite and at least 0")
     return values
 
 
-def balance(costs: Sequence[float], parts: int) -> list[int]:
+def balance_layers(costs: Sequence[float], parts: int) -> list[int]:
     """Return the number of consecutive layers per part that minimises the most expensive part.
 
     costs: per layer, in any unit. Among equally good cuts the parts are as equal as possible, with
@@ -193,39 +194,40 @@ class Clock:
         import torch  # imported here, so that simulations need no torch
 
         self.torch, self.device, self.group = torch, device, group
-        self._noted: list[tuple[Action, Any, Any]] = []
+        self._recorded: list[tuple[Action, Any, Any]] = []
 
-    def start(self) -> None:
-        """Start the clock, on all ranks at once."""
-        self._idle()
+    def restart(self) -> None:
+        """Restart the clock, on all ranks at once, and drop earlier records."""
+        self._synchronize_device()
         self.torch.distributed.barrier(group=self.group)
-        self._noted = []
-        self._start = self._now()
+        self._recorded = []
+        self._start = self._read_clock()
 
     @contextmanager
     def __call__(self, action: Action) -> Iterator[None]:
         """Record the time spent inside."""
-        begin = self._now()
+        begin = self._read_clock()
         yield
-        self._noted.append((action, begin, self._now()))
+        self._recorded.append((action, begin, self._read_clock()))
 
-    def spans(self) -> list[Span]:
-        """Return the passes recorded since `start`."""
-        self._idle()
-        return [Span(*a, self._seconds(begin), self._seconds(end)) for a, begin, end in self._noted]
+    def read_spans(self) -> list[Span]:
+        """Return the passes recorded since `restart`."""
+        self._synchronize_device()
+        seconds = self._to_seconds
+        return [Span(*a, seconds(begin), seconds(end)) for a, begin, end in self._recorded]
 
-    def _idle(self) -> None:
+    def _synchronize_device(self) -> None:
         if self.device.type != "cpu":
             self.torch.get_device_module(self.device).synchronize(self.device)
 
-    def _now(self) -> Any:
+    def _read_clock(self) -> Any:
         if self.device.type == "cpu":
             return time.perf_counter()
         event = self.torch.get_device_module(self.device).Event(enable_timing=True)
         event.record()
         return event
 
-    def _seconds(self, moment: Any) -> float:
+    def _to_seconds(self, moment: Any) -> float:
         if self.device.type == "cpu":
             return moment - self._start
         return self._start.elapsed_time(moment) / 1e3

@@ -22,28 +22,34 @@ Language Models Using Model Parallelism", 2019 (arXiv 1909.08053).
 from .core import (
     REPLICATED,
     ColumnLinear,
-    Cut,
     RowLinear,
+    ShardedLayer,
     VocabEmbedding,
     copy_to,
-    cut_attention,
-    cut_ffn,
-    cut_latent,
     parallelize,
     reduce_from,
     reduce_from_,
+    shard_attention,
+    shard_ffn,
+    shard_latent,
     shard_slice,
 )
-from .cross_entropy import loss
+from .cross_entropy import vocab_parallel_loss
 from .gather import gather_last, split_last
-from .overlap import Edges, Entrance
-from .predict import degrees, on_wire, predicted_calls, predicted_sent, predicted_states
+from .overlap import Edges, SharedInput
+from .predict import (
+    bytes_on_wire,
+    feasible_degrees,
+    predict_calls,
+    predict_sent_bytes,
+    predict_state_bytes,
+)
 from .states import (
     clip_grad_norm_,
-    cuts,
+    count_shards,
     full_state_dict,
-    initialize,
+    get_parameter_types,
+    get_shard_dims,
+    initialize_shards,
     load_full_state_dict,
-    parts,
-    words,
 )

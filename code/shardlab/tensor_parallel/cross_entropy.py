@@ -22,10 +22,10 @@ from shardlab.tensor_types.operator import Operator
 Group = dist.ProcessGroup
 
 
-def own_rows(numbers: Tensor, own: slice) -> tuple[Tensor, Tensor]:
+def to_local_rows(numbers: Tensor, row_slice: slice) -> tuple[Tensor, Tensor]:
     """Return the rows of `numbers` in this rank's part, and a mask of those elsewhere (row 0)."""
-    rows = numbers - own.start
-    elsewhere = (rows < 0) | (numbers >= own.stop)
+    rows = numbers - row_slice.start
+    elsewhere = (rows < 0) | (numbers >= row_slice.stop)
     return rows.masked_fill_(elsewhere, 0), elsewhere
 
 
@@ -35,7 +35,7 @@ def check_entries(name: str, numbers: Tensor, vocabulary: int) -> None:
         outside = (numbers < 0) | (numbers >= vocabulary)
         if outside.any():
             wrong = int(numbers[outside][0])
-            raise ValueError(f"{name}: {wrong} is among them; allowed are 0 to {vocabulary - 1}")
+            raise ValueError(f"{name}: must be 0 to {vocabulary - 1}, but one is {wrong}")
 
 
 class _CrossEntropy(Operator):
@@ -47,7 +47,7 @@ class _CrossEntropy(Operator):
     becomes their gradient in place, so backward can run only once.
     """
 
-    words = "V, R -> I"
+    signature = "V, R -> I"
 
     @staticmethod
     def forward(
@@ -61,7 +61,7 @@ class _CrossEntropy(Operator):
         if ranks > 1:
             dist.all_reduce(largest_BS1, dist.ReduceOp.MAX, group=group)  # [B, S, 1]
         own = slice(rank * width, (rank + 1) * width)
-        own_BS1, elsewhere_BS1 = own_rows(targets_BS[..., None], own)
+        own_BS1, elsewhere_BS1 = to_local_rows(targets_BS[..., None], own)
         target_BS1 = logits_BSv.gather(-1, own_BS1) - largest_BS1
         target_BS1 = target_BS1.masked_fill_(elsewhere_BS1, 0)  # one rank has the target
         exp_BSv = (logits_BSv - largest_BS1).exp_()
@@ -87,7 +87,9 @@ class _CrossEntropy(Operator):
         return softmax_BSv.scatter_add_(-1, own_BS1, -target_BS1).to(ctx.dtype), None, None, None
 
 
-def loss(logits_BSv: Tensor, targets_BS: Tensor, group: Group, reduction: str = "mean") -> Tensor:
+def vocab_parallel_loss(
+    logits_BSv: Tensor, targets_BS: Tensor, group: Group, reduction: str = "mean"
+) -> Tensor:
     """Return the cross-entropy over all tokens, the same on all ranks; reduction "mean" or "sum".
 
     logits_BSv: this rank's part of the vocabulary. targets_BS: indices into the whole vocabulary,
@@ -102,7 +104,7 @@ def loss(logits_BSv: Tensor, targets_BS: Tensor, group: Group, reduction: str = 
     vocabulary = logits_BSv.shape[-1] * check_group(group)[1]
     counts_BS = targets_BS != IGNORED
     check_entries("targets", targets_BS * counts_BS, vocabulary)
-    check_same_once(group, "tensor_parallel.loss", group, reduction=reduction)
+    check_same_once(group, "tensor_parallel.vocab_parallel_loss", group, reduction=reduction)
     losses_BS = _CrossEntropy.apply(logits_BSv, targets_BS, group, reduction == "mean")
     if not targets_BS.is_cpu:
         outside_BS = ((targets_BS < 0) & counts_BS) | (targets_BS >= vocabulary)

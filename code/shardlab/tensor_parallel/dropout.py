@@ -22,13 +22,13 @@ from shardlab.common import gpu
 Group = dist.ProcessGroup
 
 
-def draw_apart(module: nn.Module, group: Group) -> None:
+def seed_per_rank(module: nn.Module, group: Group) -> None:
     """Make the forward of `module` draw different random numbers on each rank of `group`."""
     if group.size() > 1:
-        module.forward = partial(_forward, module, group)
+        module.forward = partial(_forward_with_own_seed, module, group)
 
 
-def _forward(module: nn.Module, group: Group, x: Tensor) -> Tensor:
+def _forward_with_own_seed(module: nn.Module, group: Group, x: Tensor) -> Tensor:
     if not module.training:
         return type(module).forward(module, x)
     with own_seed(group, x.device):

@@ -37,7 +37,7 @@ def split_last(x: Tensor, group: Group) -> Tensor:
 
 
 class _GatherLast(Operator):
-    words = "V -> I"  # see tensor_types
+    signature = "V -> I"  # see tensor_types
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -50,7 +50,7 @@ class _GatherLast(Operator):
 
 
 class _SplitLast(Operator):
-    words = "I -> V"
+    signature = "I -> V"
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:

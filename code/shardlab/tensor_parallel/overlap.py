@@ -5,8 +5,8 @@ of x, which is summed over all ranks and for which earlier layers wait, and thos
 for which nothing waits. So the gradient of x is computed and sent first, and the others meanwhile.
 Megatron-LM does the same for one matrix.
 
-The result is that of `enter` and the single layers, for any operators at the region's edges. Shapes
-in names: N tokens (batch times sequence), I inputs, o this rank's share of the outputs.
+The result is that of `enter_region` and the single layers, for any operators at the region's edges.
+Shapes in names: N tokens (batch times sequence), I inputs, o this rank's share of the outputs.
 """
 
 from __future__ import annotations
@@ -26,50 +26,50 @@ from shardlab.tensor_types.operator import Operator
 
 Group = dist.ProcessGroup
 Edge = Callable[[Tensor, Group], Tensor]
-Finish = Callable[[], Tensor]
+WaitFn = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
 class Edges:
     """The two operators at the edges of a region, through which activations enter and leave.
 
-    `enter` precedes an attention, a feed-forward network or the head; `leave` follows the last
-    product of a region, and the embedding. `leave` may overwrite the tensor that it is given.
+    `enter_region` precedes an attention, a feed-forward network or the head; `leave_region` follows
+    the last product of a region, and the embedding, and may overwrite its input.
 
-    begin, back: start the communication of `enter` in forward and in backward, and return a
-    function that waits and returns the result; `back` may overwrite its input. With them `columns`
-    computes while it sends; None: `enter` and the layers run one after the other. keep: save the
-    entered tensor for backward; otherwise save its input, which enters again in backward. uncut:
-    type of uncut parameters over the ranks (`tensor_types`).
+    start_enter, start_enter_backward: start the communication of `enter_region` in forward and in
+    backward (which may overwrite its input), and return a function that waits for the result. With
+    them communication and computation overlap; None: they run one after the other. keep_entered:
+    save the entered tensor for backward; otherwise save its input, which enters again in backward.
+    uncut_type: type of unsharded parameters over the ranks (`tensor_types`).
     """
 
-    enter: Edge
-    leave: Edge
-    begin: Callable[[Tensor, Group], Finish] | None = None
-    back: Callable[[Tensor, Group], Finish] | None = None
-    keep: bool = True
-    uncut: str = "I"
+    enter_region: Edge
+    leave_region: Edge
+    start_enter: Callable[[Tensor, Group], WaitFn] | None = None
+    start_enter_backward: Callable[[Tensor, Group], WaitFn] | None = None
+    keep_entered: bool = True
+    uncut_type: str = "I"
 
 
-def handed_on(x: Tensor, _: Group) -> Finish:
-    """Return `x`: the `begin` for activations that all ranks have, which sends nothing."""
+def start_identity(x: Tensor, _: Group) -> WaitFn:
+    """Return `x`: the `start_enter` for activations that all ranks have, which sends nothing."""
     return lambda: x
 
 
-def added_up(dx: Tensor, group: Group) -> Finish:
-    """Start to all-reduce `dx` in place: the `back` for activations that all ranks have."""
+def start_all_reduce(dx: Tensor, group: Group) -> WaitFn:
+    """Start to all-reduce `dx` in place: `start_enter_backward` for replicated activations."""
     if group.size() == 1:
         return lambda: dx
     work = dist.all_reduce(dx, group=group, async_op=True)  # of dx's shape
 
-    def finish() -> Tensor:
+    def wait_for_sum() -> Tensor:
         work.wait()
         return dx
 
-    return finish
+    return wait_for_sum
 
 
-class Entrance:
+class SharedInput:
     """Column-parallel layers that share an input x, which enters the region once for all of them.
 
     The first layer called with an x computes all outputs; the others, called with the same x, take
@@ -83,7 +83,7 @@ class Entrance:
         self.x: Tensor | None = None  # the input of `outputs`
         self.outputs: dict[nn.Module, Tensor] = {}  # by layer: outputs not yet taken
         for layer in layers:
-            layer.entrance = self
+            layer.shared_input = self
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy of the model, which has layers of its own."""
@@ -95,48 +95,50 @@ class Entrance:
         self.layers = [weakref.ref(layer) for layer in state["layers"]]
         self.group, self.edges, self.x, self.outputs = state["group"], state["edges"], None, {}
 
-    def output(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def take_output(self, layer: nn.Module, x: Tensor) -> Tensor:
         """Return the output [..., o] of `layer` for x [..., I]."""
         if x is not self.x or layer not in self.outputs:
             layers = [reference() for reference in self.layers]
-            self.x, self.outputs = x, dict(zip(layers, self._compute(x, layers), strict=True))
+            outputs = self._compute_outputs(x, layers)
+            self.x, self.outputs = x, dict(zip(layers, outputs, strict=True))
         y = self.outputs.pop(layer)
         if not self.outputs:
             self.x = None  # release x
         return y
 
-    def _compute(self, x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
-        weights, biases = zip(*map(used, layers), strict=True)
-        if self.edges.begin is not None:
-            return columns(x, weights, biases, self.group, self.edges)
-        entered = self.edges.enter(x, self.group)
+    def _compute_outputs(self, x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
+        weights, biases = zip(*map(get_weights, layers), strict=True)
+        if self.edges.start_enter is not None:
+            return apply_columns(x, weights, biases, self.group, self.edges)
+        entered = self.edges.enter_region(x, self.group)
         return [F.linear(entered, w, b) for w, b in zip(weights, biases, strict=True)]
 
 
-def columns(
+def apply_columns(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     group: Group,
     edges: Edges,
 ) -> tuple[Tensor, ...]:
-    """Return edges.enter(x) @ weight.T + bias, [..., o], for x [..., I] and each weight [o, I]."""
+    """Return enter_region(x) @ weight.T + bias, [..., o], for x [..., I] and each weight [o, I]."""
     return _Columns.apply(x, group, edges, *weights, *biases)
 
 
 class _Columns(Operator):
     @staticmethod
-    def plainly(x: Tensor, group: Group, edges: Edges, *parameters: Tensor | None) -> Any:
+    def forward_unfused(x: Tensor, group: Group, edges: Edges, *parameters: Tensor | None) -> Any:
         """Compute the same with operators that `tensor_types` knows, one after the other."""
-        entered = edges.enter(x, group)
-        return tuple(F.linear(entered, w, b) for w, b in zip(*_halves(parameters), strict=True))
+        entered = edges.enter_region(x, group)
+        pairs = zip(*_split_in_half(parameters), strict=True)
+        return tuple(F.linear(entered, w, b) for w, b in pairs)
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, edges: Edges, *parameters: Tensor | None) -> Any:
-        weights, biases = _halves(parameters)
-        entered = edges.begin(x, group)()
+        weights, biases = _split_in_half(parameters)
+        entered = edges.start_enter(x, group)()
         ys = tuple(F.linear(entered, w, b) for w, b in zip(weights, biases, strict=True))
-        kept = entered if edges.keep else x
+        kept = entered if edges.keep_entered else x
         ctx.save_for_backward(kept.to(ys[0].dtype), *weights)  # autocast's dtype, if any
         ctx.group, ctx.edges = group, edges
         return ys
@@ -145,35 +147,36 @@ class _Columns(Operator):
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
         kept, *weights_oI = ctx.saved_tensors
-        of_weights, of_biases = _halves(ctx.needs_input_grad[3:])
-        come = arrive = None
-        if any(of_weights):
-            come = (lambda: kept) if ctx.edges.keep else ctx.edges.begin(kept, ctx.group)
+        need_weights, need_biases = _split_in_half(ctx.needs_input_grad[3:])
+        wait_x = wait_dx = None
+        if any(need_weights):
+            edges = ctx.edges
+            wait_x = (lambda: kept) if edges.keep_entered else edges.start_enter(kept, ctx.group)
         dys_No = [dy.reshape(-1, dy.shape[-1]) for dy in dys]
         if ctx.needs_input_grad[0]:
             dx_NI = dys_No[0] @ weights_oI[0].to(kept.dtype)  # [N, o] @ [o, I]
             for dy_No, weight_oI in zip(dys_No[1:], weights_oI[1:], strict=True):
                 dx_NI.addmm_(dy_No, weight_oI.to(kept.dtype))
-            arrive = ctx.edges.back(dx_NI.view(*dys[0].shape[:-1], dx_NI.shape[-1]), ctx.group)
-            del dx_NI  # `arrive` holds the tensor as long as necessary
+            dx = dx_NI.view(*dys[0].shape[:-1], dx_NI.shape[-1])
+            wait_dx = ctx.edges.start_enter_backward(dx, ctx.group)
+            del dx, dx_NI  # `wait_dx` holds the tensor as long as necessary
         dweights: list[Tensor | None] = [None] * len(weights_oI)
-        if come is not None:
-            x_NI = come().reshape(-1, kept.shape[-1])
-            come = None
+        if wait_x is not None:
+            x_NI = wait_x().reshape(-1, kept.shape[-1])
+            wait_x = None
             dweights = [
                 (dy_No.t() @ x_NI).to(weight_oI.dtype) if wanted else None  # [o, N] @ [N, I]
-                for dy_No, weight_oI, wanted in zip(dys_No, weights_oI, of_weights, strict=True)
+                for dy_No, weight_oI, wanted in zip(dys_No, weights_oI, need_weights, strict=True)
             ]
             del x_NI
         dbiases = [
             dy_No.sum(0).to(weight_oI.dtype) if wanted else None
-            for dy_No, weight_oI, wanted in zip(dys_No, weights_oI, of_biases, strict=True)
+            for dy_No, weight_oI, wanted in zip(dys_No, weights_oI, need_biases, strict=True)
         ]
-        return arrive and arrive(), None, None, *dweights, *dbiases
+        return wait_dx and wait_dx(), None, None, *dweights, *dbiases
 
 
-def _halves(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Split a list into the weights' and the biases' halves."""
+def _split_in_half(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     return values[: len(values) // 2], values[len(values) // 2 :]
 
 
@@ -188,18 +191,18 @@ def _halves(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
 # two matrices in each backward: as much as an activation of K*D tokens.
 
 
-def used(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias of a cut `layer`, as forward uses them."""
+def get_weights(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias of a sharded `layer`, as forward uses them."""
     pair = layer.weight, layer.bias
     parts, ranks = getattr(layer, "parts", None), check_group(layer.group)[1]
     if parts is None or parts == ranks:
         return pair
-    weight, bias = (x if x is None else _Copied.apply(x, layer.group, parts) for x in pair)
-    return weight, bias
+    group, sum_copies = layer.group, _SumCopiedGradients.apply
+    return tuple(x if x is None else sum_copies(x, group, parts) for x in pair)
 
 
-class _Copied(Operator):
-    words = "V -> V"  # see tensor_types
+class _SumCopiedGradients(Operator):
+    signature = "V -> V"  # see tensor_types
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, parts: int) -> Tensor:

@@ -26,10 +26,10 @@ from shardlab.common.shapes import Config
 from shardlab.layout import Layout
 from shardlab.layout.parameters import KV_HEADS
 
-WIDTHS = "heads", "ffn_width", "vocab"  # sizes that the ranks must divide, besides key-value heads
+DIVIDED_SIZES = "heads", "ffn_width", "vocab"  # by the ranks, besides key-value heads
 
 
-def predicted_states(
+def predict_state_bytes(
     config: Config, t: int, itemsize: int = 4, bytes_per_state: int = 8
 ) -> dict[str, int]:
     """Predict the bytes of model states on each of t ranks after a step, by kind.
@@ -37,7 +37,7 @@ def predicted_states(
     itemsize: bytes per element of parameters and gradients. bytes_per_state: optimizer bytes per
     element, 8 for AdamW's two states in float32; its step counters are not included.
 
-    Raises ValueError for a t that is not in `degrees`.
+    Raises ValueError for a t that is not in `feasible_degrees`.
     """
     check_degree(config, t)
     held = sum(memory.parameters(config, Layout(tp=t)).values())
@@ -48,12 +48,12 @@ def predicted_states(
     }
 
 
-def predicted_calls(config: Config, t: int) -> dict[str, int]:
+def predict_calls(config: Config, t: int) -> dict[str, int]:
     """Predict the number of all-reduces in one step, by purpose."""
     check_degree(config, t)
     several = int(t > 1)
-    blocks = sum(in_layer(config, layer, config.experts) for layer in range(config.layers))
-    more = len(entering(config)) - 1 + len(weights_added(config, t))
+    blocks = sum(count_all_reduces(config, layer, config.experts) for layer in range(config.layers))
+    more = len(attention_input_sizes(config)) - 1 + len(summed_weight_sizes(config, t))
     return {
         "forward": several * (blocks + 1),
         "loss": several * 2,
@@ -61,20 +61,21 @@ def predicted_calls(config: Config, t: int) -> dict[str, int]:
     }
 
 
-def predicted_sent(
+def predict_sent_bytes(
     config: Config, t: int, batch: int, seq: int, itemsize: int = 4
 ) -> dict[str, int]:
-    """Predict the bytes that a rank hands to all-reduce in one step, by purpose; see `on_wire`.
+    """Predict the bytes of all-reduces' inputs on a rank in one step, by purpose: `bytes_on_wire`.
 
     batch: sequences of `seq` tokens. itemsize: bytes per element of activations; the loss's numbers
     have 4. With an expert capacity the result is an upper bound, because tokens may be dropped.
     """
-    calls = predicted_calls(config, t)
+    calls = predict_calls(config, t)
     stream = batch * seq * config.hidden * itemsize  # [B, S, H]
     chosen = config.experts_per_token
-    streams = 1 + sum(in_layer(config, layer, chosen) for layer in range(config.layers))
+    streams = 1 + sum(count_all_reduces(config, layer, chosen) for layer in range(config.layers))
     several = int(t > 1)
-    other = batch * seq * (sum(entering(config)) - config.hidden) + sum(weights_added(config, t))
+    latents = sum(attention_input_sizes(config)) - config.hidden
+    other = batch * seq * latents + sum(summed_weight_sizes(config, t))
     return {
         "forward": several * streams * stream,
         "loss": calls["loss"] * 3 * batch * seq * max(4, itemsize) // 2,  # [B, S] and [2, B, S]
@@ -82,62 +83,62 @@ def predicted_sent(
     }
 
 
-def entering(config: Config) -> list[int]:
+def attention_input_sizes(config: Config) -> list[int]:
     """Return the elements per token that enter attention's region, for each message."""
     if config.latent is None:
         return [config.hidden]
     return [config.query_latent or config.hidden, config.latent, config.rotary]
 
 
-def weights_added(config: Config, t: int) -> list[int]:
+def summed_weight_sizes(config: Config, t: int) -> list[int]:
     """Return the elements of a layer's weight gradients all-reduced in backward, per message."""
     norms = [config.head_size] * (2 if config.qk_norm else 0)
     heads = config.key_value_heads * config.head_size
-    if parts_of(KV_HEADS, config.key_value_heads, t) == t:
+    if count_parts(KV_HEADS, config.key_value_heads, t) == t:
         return norms
     return norms + 2 * [heads * config.hidden, *([heads] if config.bias else [])]
 
 
-def in_layer(config: Config, layer: int, experts: int) -> int:
+def count_all_reduces(config: Config, layer: int, experts: int) -> int:
     """Return the number of all-reduces in a layer's forward, with `experts` experts in use."""
     if not config.experts or layer < config.dense_layers:
         return 2
     return 1 + experts + bool(config.shared_experts)
 
 
-def on_wire(payload: int, t: int) -> float:
+def bytes_on_wire(payload: int, t: int) -> float:
     """Return the bytes that each of t ranks sends when it hands `payload` bytes to all-reduce."""
     return 2 * (t - 1) / t * payload
 
 
-def widths(config: Config) -> tuple[str, ...]:
-    """Return the names of the sizes that the ranks must divide."""
-    return (*WIDTHS, "expert_width") if config.experts else WIDTHS
+def divided_sizes(config: Config) -> tuple[str, ...]:
+    """Return the names of the config's sizes that the ranks must divide."""
+    return (*DIVIDED_SIZES, "expert_width") if config.experts else DIVIDED_SIZES
 
 
-def degrees(config: Config) -> list[int]:
+def feasible_degrees(config: Config) -> list[int]:
     """Return the tensor-parallel degrees that fit a model.
 
     They divide heads, widths and vocabulary, and divide the key-value heads or are multiples.
     """
-    common, some = gcd(*(getattr(config, name) for name in widths(config))), config.key_value_heads
-    return [t for t in range(1, common + 1) if common % t == 0 and 0 in (some % t, t % some)]
+    size, heads = gcd(*(getattr(config, n) for n in divided_sizes(config))), config.key_value_heads
+    return [t for t in range(1, size + 1) if size % t == 0 and 0 in (heads % t, t % heads)]
 
 
-def parts_of(name: str, size: int, t: int) -> int:
+def count_parts(name: str, size: int, t: int) -> int:
     """Return the number of parts into which t ranks cut `size` heads: the smaller of the two.
 
     Raises ValueError unless one number divides the other.
     """
     if size % t == 0 or t % size == 0:
         return min(size, t)
-    raise ValueError(f"{name}={size}: allowed on {t} ranks are multiples and divisors of {t}")
+    raise ValueError(f"{name}={size}: must be a multiple or a divisor of the {t} ranks")
 
 
 def check_degree(config: Config, t: int) -> None:
     """Raise ValueError unless t ranks divide this shape, and name the degrees that would."""
-    for name in (*widths(config), KV_HEADS):
+    for name in (*divided_sizes(config), KV_HEADS):
         if (value := getattr(config, name)) % t and (name != KV_HEADS or t % value):
-            fits = ", ".join(map(str, degrees(config)))
-            allowed = f"multiples of {t}; allowed ranks for this model are {fits}"
-            raise ValueError(f"{name}={value}: allowed on {t} ranks are {allowed}")
+            degrees = ", ".join(map(str, feasible_degrees(config)))
+            what = f"must be a multiple of the {t} ranks; this model can use {degrees} ranks"
+            raise ValueError(f"{name}={value}: {what}")

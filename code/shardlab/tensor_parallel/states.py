@@ -1,7 +1,7 @@
 """State dicts of sharded models: whole to shards and back, from meta, and the gradient norm.
 
-The layers say which parameters are cut, and how (`Cut.cut`). Names are the plain GPT's, so a state
-dict of one process fits any number of ranks, and the other way round.
+The layers say which parameters are sharded, and how (`ShardedLayer.shard_dims`). Names are the
+plain GPT's, so a state dict of one process fits any number of ranks, and the other way round.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from shardlab.ranks import check_group
 from shardlab.ranks.checks import check_state
 from shardlab.ranks.gather import gather_parts
 
-from .core import ColumnLinear, Group, HeadNorm, RowLinear, VocabEmbedding, shard_slice, take
+from .core import ColumnLinear, Group, HeadNorm, RowLinear, VocabEmbedding, shard_slice, take_slice
 
-Piece = tuple[str, nn.Parameter, int | None, int]  # name, parameter, cut dimension, parts
+Shard = tuple[str, nn.Parameter, int | None, int]  # name, parameter, cut dimension, parts
 
 
-def cuts(model: nn.Module) -> dict[str, int | None]:
+def get_shard_dims(model: nn.Module) -> dict[str, int | None]:
     """Map each parameter to the dimension along which it is cut; None: whole on every rank.
 
     A tied parameter appears once, under its first name.
@@ -31,44 +31,45 @@ def cuts(model: nn.Module) -> dict[str, int | None]:
     found = {}
     for prefix, module in model.named_modules():
         for name, _ in module.named_parameters(prefix, recurse=False):
-            found[name] = getattr(module, "cut", {}).get(name.rpartition(".")[2])
+            found[name] = getattr(module, "shard_dims", {}).get(name.rpartition(".")[2])
     return {name: found[name] for name, _ in model.named_parameters()}
 
 
-def parts(model: GPT) -> dict[str, int]:
+def count_shards(model: GPT) -> dict[str, int]:
     """Map each parameter to its number of parts: 1, one per rank, or fewer with copies.
 
     With r ranks and p parts, rank i has part i * p // r; every (r / p)-th rank has the first copy.
     """
-    _, size = check_group(_group(model))
+    _, size = check_group(_get_group(model))
     some = {
         f"{prefix}.{name}": module.parts
         for prefix, module in model.named_modules()
         if isinstance(module, ColumnLinear) and module.parts is not None
-        for name in module.cut
+        for name in module.shard_dims
     }
-    return {n: 1 if d is None else some.get(n, size) for n, d in cuts(model).items()}
+    return {n: 1 if d is None else some.get(n, size) for n, d in get_shard_dims(model).items()}
 
 
-def words(model: nn.Module) -> dict[str, str]:
+def get_parameter_types(model: nn.Module) -> dict[str, str]:
     """Map each parameter to its type over the ranks, for `tensor_types.declare_parameters`."""
-    _group(model)
+    _get_group(model)
     # Norms of heads see all tokens, whatever operators are at the edges.
-    own = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, HeadNorm)}
-    uncut = {name: "I" if name in own else model.edges.uncut for name in cuts(model)}
-    return {name: uncut[name] if d is None else "V" for name, d in cuts(model).items()}
+    norms = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, HeadNorm)}
+    shard_dims = get_shard_dims(model)
+    whole = {name: "I" if name in norms else model.edges.uncut_type for name in shard_dims}
+    return {name: whole[name] if dim is None else "V" for name, dim in shard_dims.items()}
 
 
-def pieces(model: GPT) -> list[Piece]:
+def list_shards(model: GPT) -> list[Shard]:
     """Return name, parameter, cut and number of parts of each parameter, once."""
-    parameters, several = dict(model.named_parameters()), parts(model)
-    return [(name, parameters[name], d, several[name]) for name, d in cuts(model).items()]
+    parameters, several = dict(model.named_parameters()), count_shards(model)
+    return [(name, parameters[name], d, several[name]) for name, d in get_shard_dims(model).items()]
 
 
-def full_shapes(model: GPT) -> dict[str, torch.Size]:
+def get_full_shapes(model: GPT) -> dict[str, torch.Size]:
     """Return the shapes of the plain GPT's parameters, by name."""
     shapes = {}
-    for name, parameter, dimension, several in pieces(model):
+    for name, parameter, dimension, several in list_shards(model):
         shape = list(parameter.shape)
         if dimension is not None:
             shape[dimension] *= several
@@ -77,23 +78,23 @@ def full_shapes(model: GPT) -> dict[str, torch.Size]:
 
 
 @torch.no_grad()
-def full_state_dict(model: GPT, to: int | None = None) -> dict[str, Tensor]:
+def full_state_dict(model: GPT, dst: int | None = None) -> dict[str, Tensor]:
     """Return the plain GPT's state dict, from all ranks' shards; all ranks of the group call this.
 
-    to: the rank of the group that gets the dict, while the others get {}; None: all ranks get it.
+    dst: the rank of the group that gets the dict, while the others get {}; None: all ranks get it.
     One parameter is gathered at a time, so only one is whole in memory beside the result.
 
     Raises ValueError for a model that is not parallelized.
     """
-    group = _group(model)
+    group = _get_group(model)
     found: dict[str, Tensor] = {}
-    for name, parameter, dimension, several in pieces(model):
-        full = gather_parts(parameter.detach(), dimension, group, to, several)
+    for name, parameter, dimension, several in list_shards(model):
+        full = gather_parts(parameter.detach(), dimension, group, dst, several)
         if full is not None:
             found[name] = full
     if found:  # untrained buffers (a router's bias) are the same on all ranks
         found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
-    return {name: found[first] for name, first in _aliases(model).items() if first in found}
+    return {name: found[first] for name, first in _map_tied_names(model).items() if first in found}
 
 
 @torch.no_grad()
@@ -105,19 +106,19 @@ def load_full_state_dict(model: GPT, state: Mapping[str, Tensor]) -> None:
     Raises ValueError for a model that is not parallelized, for missing or unknown names, and for
     shapes that differ from the plain GPT's.
     """
-    group = _group(model)
-    shapes = full_shapes(model) | {n: buffer.shape for n, buffer in model.named_buffers()}
-    check_state(state, {name: shapes[first] for name, first in _aliases(model).items()})
+    group = _get_group(model)
+    shapes = get_full_shapes(model) | {n: buffer.shape for n, buffer in model.named_buffers()}
+    check_state(state, {name: shapes[first] for name, first in _map_tied_names(model).items()})
     like = state["embedding.weight"]
     _make_real(model, like.device, like.dtype)
     for name, buffer in model.named_buffers():
         buffer.copy_(state[name])
-    for piece in pieces(model):
-        _fill(piece, state[piece[0]], group)
+    for piece in list_shards(model):
+        _copy_shard(piece, state[piece[0]], group)
 
 
 @torch.no_grad()
-def initialize(
+def initialize_shards(
     model: GPT, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> None:
     """Fill a model on meta with this rank's share of the values that GPT(config) would draw.
@@ -137,7 +138,7 @@ def initialize(
 
     Raises ValueError for a model that is not parallelized.
     """
-    group, shapes = _group(model), full_shapes(model)
+    group, shapes = _get_group(model), get_full_shapes(model)
     device = ranks.device() if device is None else torch.device(device)
     _, size = check_group(group)
     for module in model.modules():  # drawn to advance the generator, and dropped at once
@@ -146,12 +147,12 @@ def initialize(
         elif isinstance(module, ColumnLinear | RowLinear | nn.Linear):
             full = list(module.weight.shape)
             if isinstance(module, ColumnLinear | RowLinear):
-                full[module.cut["weight"]] *= module.parts or size
+                full[module.shard_dims["weight"]] *= module.parts or size
             nn.Linear(full[1], full[0], module.bias is not None)
     _make_real(model, device, dtype or torch.float32)
     for buffer in model.buffers():
         buffer.zero_()
-    for piece in pieces(model):
+    for piece in list_shards(model):
         name, parameter, *_ = piece
         if parameter.dim() == 2:
             full = nn.init.normal_(torch.empty(shapes[name]), std=0.02)
@@ -159,7 +160,7 @@ def initialize(
             full = torch.zeros(shapes[name])
         else:
             full = torch.ones(shapes[name])  # weights of norms
-        _fill(piece, full, group)
+        _copy_shard(piece, full, group)
     if model.head.weight is model.embedding.weight:  # GPT fills its head before it ties it
         nn.init.normal_(torch.empty(shapes["embedding.weight"]), std=0.02)
 
@@ -175,10 +176,10 @@ def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
     Raises ValueError for a limit below 0, a model that is not parallelized, and on every rank when
     the first limits differ.
     """
-    group = _group(model)
+    group = _get_group(model)
     rank, ranks = check_group(group)
     whole, own, copies = [], [], []
-    for _, parameter, dimension, several in pieces(model):
+    for _, parameter, dimension, several in list_shards(model):
         if dimension is None:
             whole.append(parameter)
         else:
@@ -195,15 +196,14 @@ def _make_real(model: GPT, device: torch.device, dtype: torch.dtype) -> None:
             model.head.weight = model.embedding.weight
 
 
-def _fill(piece: Piece, full: Tensor, group: Group) -> None:
-    """Copy this rank's share of a whole tensor into the parameter."""
+def _copy_shard(piece: Shard, full: Tensor, group: Group) -> None:
     name, parameter, dimension, several = piece
     if dimension is not None:
-        full = take(full, dimension, shard_slice(name, full.shape[dimension], group, several))
+        full = take_slice(full, dimension, shard_slice(name, full.shape[dimension], group, several))
     parameter.copy_(full)
 
 
-def _aliases(model: nn.Module) -> dict[str, str]:
+def _map_tied_names(model: nn.Module) -> dict[str, str]:
     """Map every name in the plain GPT's state dict to the first name of the same parameter."""
     first: dict[int, str] = {}
     return {
@@ -212,9 +212,9 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _group(model: nn.Module) -> Group:
+def _get_group(model: nn.Module) -> Group:
     group = getattr(model, "tensor_group", None)
     if group is None:
         kind = type(model).__name__
-        raise ValueError(f"model={kind}: allowed is what `parallelize` returned")
+        raise ValueError(f"model={kind}: must be a model that `parallelize` returned")
     return group

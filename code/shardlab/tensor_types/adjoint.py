@@ -1,4 +1,4 @@
-"""A numerical test, on real ranks, that an operator has the types that its words claim.
+"""A numerical test, on real ranks, that an operator has the types in its signature.
 
 An operator y = A(x) over ranks and its backward dx = A'(dy) belong together when
 
@@ -7,7 +7,7 @@ An operator y = A(x) over ranks and its backward dx = A'(dy) belong together whe
 with products over all tensors that the ranks hold: once for I, of which all ranks have a copy, and
 summed over the ranks for R with P, V with V, P with R. In addition, I and R must be equal on all
 ranks, and the one value that the ranks' tensors represent must not change. For Megatron's f and g
-and the course's other operators, no other words pass this test.
+and the course's other operators, no other types pass this test.
 """
 
 from __future__ import annotations
@@ -21,62 +21,61 @@ from torch import Tensor
 from shardlab import ranks
 from shardlab.ranks.gather import gather_parts
 
-from .declared import DUAL, parse
+from .declarations import GRADIENT_TYPES, parse_signature
 
 _ROUNDING = 1e-9  # rounding of float64 sums of some hundred products of size 1
 
 
-def disproof(
+def find_contradictions(
     operator: Callable[[Tensor, dist.ProcessGroup], Tensor],
-    words: str,
+    signature: str,
     group: dist.ProcessGroup,
     shape: tuple[int, ...] = (2, 4, 8),
     dimension: int = -1,
 ) -> list[str]:
-    """Return the evidence against `words`, such as "I -> R", for operator(x, group); [] if none.
+    """Return the evidence that operator(x, group) is not `signature` ("I -> R"); [] if none.
 
     shape: of a rank's x; the ranks divide `dimension`, along which V is cut. Every rank of the
-    group calls this, on real ranks; all return the same. Raises ValueError for invalid words, and
-    for operators of several tensors.
+    group calls this, on real ranks; all return the same. Raises ValueError for an invalid signature
+    and for operators of several tensors.
     """
-    (src, *more), dst = parse(words)
+    (src, *more), dst = parse_signature(signature)
     if more:
-        raise ValueError(f"words={words!r}: allowed here are operators of one tensor")
-    x = drawn(src, shape, group, 1).requires_grad_()
+        raise ValueError(f"signature={signature!r}: must have one input tensor")
+    x = draw_tensor(src, shape, group, 1).requires_grad_()
     y = operator(x, group)
-    dy = drawn(DUAL[dst], y.shape, group, 2)
+    dy = draw_tensor(GRADIENT_TYPES[dst], y.shape, group, 2)
     (dx,) = torch.autograd.grad(y, x, dy)
     x, y = x.detach(), y.detach()
     found = []
-    for name, word, tensor in (("y", dst, y), ("dx", DUAL[src], dx)):
-        if word in "IR" and (gap := _apart(tensor, group)) > _ROUNDING:
-            found.append(f"{name} differs from rank to rank by {gap:.2f}, and {word} is the same")
-    before, after = _value(src, x, group, dimension), _value(dst, y, group, dimension)
+    for name, type_, tensor in (("y", dst, y), ("dx", GRADIENT_TYPES[src], dx)):
+        if type_ in "IR" and (gap := _max_difference(tensor, group)) > _ROUNDING:
+            found.append(f"{name} differs between ranks by {gap:.2f}: {type_} must be equal")
+    before, after = _global_value(src, x, group, dimension), _global_value(dst, y, group, dimension)
     if before.shape != after.shape or not torch.allclose(before, after, rtol=_ROUNDING):
-        found.append("the value changes: what ranks hold together is not what they held")
-    over_y, over_x = _paired(dst, y, dy, group), _paired(src, x, dx, group)
+        found.append("the global value of y is not that of x")
+    over_y, over_x = _inner_product(dst, y, dy, group), _inner_product(src, x, dx, group)
     if abs(over_y - over_x) > _ROUNDING * max(1.0, abs(over_y)):
-        found.append(f"⟨y, dy⟩ = {over_y:.2f}, and ⟨x, dx⟩ = {over_x:.2f}")
+        found.append(f"⟨y, dy⟩ = {over_y:.2f}, but ⟨x, dx⟩ = {over_x:.2f}")
     return found
 
 
-def drawn(word: str, shape: tuple[int, ...], group: dist.ProcessGroup, seed: int) -> Tensor:
+def draw_tensor(type_: str, shape: tuple[int, ...], group: dist.ProcessGroup, seed: int) -> Tensor:
     """Draw a tensor of this type: the same on all ranks for I and R, different for V and P."""
-    other = 0 if word in "IR" else 1000 * (1 + group.rank())
+    other = 0 if type_ in "IR" else 1000 * (1 + group.rank())
     generator = torch.Generator().manual_seed(seed + other)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(ranks.device())
 
 
-def _paired(word: str, x: Tensor, dx: Tensor, group: dist.ProcessGroup) -> float:
+def _inner_product(type_: str, x: Tensor, dx: Tensor, group: dist.ProcessGroup) -> float:
     """Return the product of x and its gradient over all ranks; I counts once, all have copies."""
     product = (x * dx).sum()
-    if word != "I":
+    if type_ != "I":
         dist.all_reduce(product, group=group)
     return product.item()
 
 
-def _apart(x: Tensor, group: dist.ProcessGroup) -> float:
-    """Return the largest difference between any rank's tensor and rank 0's."""
+def _max_difference(x: Tensor, group: dist.ProcessGroup) -> float:
     first = x.contiguous().clone()
     dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
     gap = (x - first).abs().max()
@@ -84,11 +83,10 @@ def _apart(x: Tensor, group: dist.ProcessGroup) -> float:
     return gap.item()
 
 
-def _value(word: str, x: Tensor, group: dist.ProcessGroup, dimension: int) -> Tensor:
-    """Return the one tensor that the ranks' tensors represent together."""
-    if word in "IR":
+def _global_value(type_: str, x: Tensor, group: dist.ProcessGroup, dimension: int) -> Tensor:
+    if type_ in "IR":
         return x
-    if word == "P":
+    if type_ == "P":
         total = x.contiguous().clone()
         dist.all_reduce(total, group=group)
         return total

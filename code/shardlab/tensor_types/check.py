@@ -2,14 +2,14 @@
 
 def step(dp, tp):  # one process group for each axis
     model = parallelize(MyModel(), tp)
-    tt.declare_parameters(model, dp="R", tp={name: "V" if is_cut(name) else "I" for name in …})
-    tokens, targets = (tt.declare(x, dp="V", tp="R") for x in batch())
-    loss = tt.declare(loss_of(model(tokens), targets), dp="P")  # a summand of the joint loss
+    tt.declare_parameters(model, dp="R", tp={name: "V" if is_sharded(name) else "I" for name in …})
+    tokens, targets = (tt.declare_types(x, dp="V", tp="R") for x in batch())
+    loss = tt.declare_types(loss_of(model(tokens), targets), dp="P")  # a summand of the joint loss
     loss.backward()
     average_gradients(model, dp)
     optimizer.step()
 
-tt.check(step, dp=2, tp=2)
+tt.check_step(step, dp=2, tp=2)
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardlab import ranks
 from shardlab.common.arguments import MAX_COUNT, check_integer
 
-from .core import checking
-from .messages import Mismatch
+from .core import check_types
+from .messages import TypeMismatch
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of `check`. judged: operations; sent: communicating ones; backwards: calls."""
+    """The result of `check_step`, and the number of operations and backward calls checked."""
 
     ok: bool
     message: str
-    judged: int = 0
-    sent: int = 0
-    backwards: int = 0
+    num_checked: int = 0
+    num_communicating: int = 0
+    num_backwards: int = 0
 
     def __bool__(self) -> bool:
         return self.ok
@@ -47,7 +47,7 @@ class Verdict:
         return f"{'✓' if self.ok else '✗'} {self.message}"
 
 
-def check(step: Callable[..., Any], timeout: float = 120.0, **degrees: int) -> Verdict:
+def check_step(step: Callable[..., Any], timeout: float = 120.0, **degrees: int) -> Verdict:
     """Call `step` with a process group for each axis, and check its operations: see above.
 
     degrees: the number of ranks of each axis. A single process acts as rank 0 of the mesh; its
@@ -60,20 +60,22 @@ def check(step: Callable[..., Any], timeout: float = 120.0, **degrees: int) -> V
     try:
         inspect.signature(step).bind(**dict.fromkeys(degrees))
     except TypeError as error:
-        raise ValueError(f"step: {error}; allowed are the axes {', '.join(degrees)}") from None
-    return ranks.run_with_fake_group(
-        _followed, prod(degrees.values()), step, degrees, timeout=timeout
-    )
+        raise ValueError(f"step: {error}; must take the axes {', '.join(degrees)}") from None
+    size = prod(degrees.values())
+    return ranks.run_with_fake_group(_run_checked, size, step, degrees, timeout=timeout)
 
 
-def _followed(step: Callable[..., Any], degrees: dict[str, int]) -> Verdict:
+def _run_checked(step: Callable[..., Any], degrees: dict[str, int]) -> Verdict:
     mesh = init_device_mesh("cpu", tuple(degrees.values()), mesh_dim_names=tuple(degrees))
     groups: dict[str, dist.ProcessGroup] = {axis: mesh.get_group(axis) for axis in degrees}
-    with checking(**groups) as mode:
+    error = ""
+    with check_types(**groups) as mode:
         try:
             step(**groups)
-        except Mismatch as error:
-            return Verdict(False, str(error), mode.judged, mode.sent, mode.backwards)
-    found = f"passes: {mode.judged} operations, {mode.sent} that send"
-    ended = "" if mode.backwards else "; nothing was differentiated, so no gradient was checked"
-    return Verdict(True, found + ended, mode.judged, mode.sent, mode.backwards)
+        except TypeMismatch as mismatch:
+            error = str(mismatch)
+    checked, communicating, backwards = mode.num_checked, mode.num_communicating, mode.num_backwards
+    message = error or f"passes: {checked} operations checked, {communicating} of them communicate"
+    if not error and not backwards:
+        message += "; backward was never called, so no gradient was checked"
+    return Verdict(not error, message, checked, communicating, backwards)

@@ -1,9 +1,9 @@
 """The checker's errors: the line, the operation with its operands' types, and the fix.
 
 train.py:31: y = F.linear(x, up)
-linear(tensor tp:I, up tp:V): on tp I meets V: each rank would find another gradient for what is
-I, and nothing adds these up
-right: copy_to (I -> R) in front of what is I, or this operation behind the sum
+linear(tensor tp:I, up tp:V): on axis tp, I is combined with V: each rank would compute a
+different gradient for the tensor that is I, and nothing sums these gradients
+fix: apply copy_to (I -> R) to the tensor that is I, or move this operation after the sum
 """
 
 from __future__ import annotations
@@ -22,67 +22,70 @@ from torch import Tensor
 
 _HERE = Path(__file__).parent
 # Innermost lines in these are not the mistake: the checker, `ranks`, which logs, and torch.
-_INSIDE = str(_HERE), str(_HERE.with_name("ranks")), str(Path(torch.__file__).parent), "<frozen"
+_TORCH = str(Path(torch.__file__).parent)
+_SKIPPED_FILES = str(_HERE), str(_HERE.with_name("ranks")), _TORCH, "<frozen"
 
-_MAKE_THE_SUM = "make the sum first: reduce_from (P -> I), or an all-reduce (P -> R)"
-_ONE_SUM = "leave it out: all ranks have it, and a sum would count it once for each of them"
+_SUM_FIRST = "sum it first: reduce_from (P -> I), or an all-reduce (P -> R)"
+_REMOVE_SUM = "remove this sum: all ranks have the tensor, and a sum would count it once per rank"
 # (the operator's input type, the given type) -> the fix.
-_MOVES = {
-    ("P", "I"): _ONE_SUM,
-    ("P", "R"): _ONE_SUM,
-    ("I", "R"): "leave it out: it is R already, and its gradient would be added up twice",
+_FIXES = {
+    ("P", "I"): _REMOVE_SUM,
+    ("P", "R"): _REMOVE_SUM,
+    ("I", "R"): "remove this operator: the tensor is R already, its gradient would be summed twice",
     ("I", "V"): "reduce_from (P -> I) or gather_last (V -> I) first: ranks hold different values",
-    ("V", "I"): "split_last (I -> V) first: all ranks hold all of it",
-    ("V", "R"): "leave it out: all ranks hold all of it",
-    ("R", "V"): "give all ranks of this axis the same",
+    ("V", "I"): "split_last (I -> V) first: every rank holds the whole tensor",
+    ("V", "R"): "remove this operator: every rank holds the whole tensor",
+    ("R", "V"): "give all ranks of this axis the same tensor",
     ("R", "I"): "copy_to (I -> R) first",
 }
-_BACKWARD = {
-    "V": "say what the local loss is a summand of, as in declare(loss, dp='P'), or add it up first",
-    "R": "a loss that is I: every rank's backward counts an R one, and gradients are added up",
+_LOSS_FIXES = {
+    "V": "declare it a summand of the joint loss, declare_types(loss, dp='P'), or sum it first",
+    "R": "make it I: each rank's backward counts a loss that is R, and the gradients are summed",
 }
 
 
-class Mismatch(RuntimeError):
+class TypeMismatch(RuntimeError):
     """An operation whose operands' types do not match, or a tensor without a declared type.
 
-    Not a TypeError: in x * y Python would replace it by "unsupported operand". `right`: the fix;
-    `line`: file and line; `operation`: its name, with its operands' types.
+    Not a TypeError: in x * y Python would replace it by "unsupported operand". argument: index of
+    the wrong operand. `line`: file and line; `operation`: its name, with its operands' types.
     """
 
-    def __init__(self, what: str, culprit: int | None = None, right: str = ""):
-        self.what, self.culprit, self.right = what, culprit, right
+    def __init__(self, reason: str, argument: int | None = None, fix: str = ""):
+        self.reason, self.argument, self.fix = reason, argument, fix
         self.axis, self.line, self.operation = "", "", ""
-        super().__init__(what)
+        super().__init__(reason)
 
     @classmethod
-    def of(cls, case: str, words: Sequence[str]) -> Mismatch:
-        """Make the error for a case: a word that meets others, or an operator's input type."""
+    def for_case(cls, case: str, types: Sequence[str]) -> TypeMismatch:
+        """Return the error for a case: a type combined with others, or an operator's input type."""
         if case == "I":
-            other = next(word for word in words if word != "I")
-            why = "each rank would find another gradient for what is I, and nothing adds these up"
-            right = "copy_to (I -> R) in front of what is I, or this operation behind the sum"
+            other = next(t for t in types if t != "I")
+            why = "each rank would compute a different gradient for the tensor that is I, and "
+            why += "nothing sums these gradients"
+            fix = "apply copy_to (I -> R) to the tensor that is I, or move this operation after "
+            fix += "the sum"
             if other == "P":
-                why, right = "P is an addend, and would count what is I again", _MAKE_THE_SUM
-            return cls(f"I meets {other}: {why}", right=right)
+                why, fix = "the tensor that is I would be counted once per rank", _SUM_FIRST
+            return cls(f"I is combined with {other}: {why}", fix=fix)
         if case == "P":
-            others = sorted({word for word in words if word != "P"})
-            meets = f" meets {', '.join(others)}" if others else ""
-            why = "an addend of a sum that nobody has made yet, and this is not linear in it"
-            return cls(f"P{meets}: {why}", right=_MAKE_THE_SUM)
+            others = sorted({t for t in types if t != "P"})
+            combined = f" is combined with {', '.join(others)}" if others else ""
+            why = "P is a summand of a sum not made yet, and this operation is not linear in it"
+            return cls(f"P{combined}: {why}" if others else why, fix=_SUM_FIRST)
         if case == "backward":
-            return cls(f"a loss that is {words[0]}", right=_BACKWARD[words[0]])
+            return cls(f"the loss is {types[0]}: must be I or P", fix=_LOSS_FIXES[types[0]])
         if case == "in place":
-            why = f"it would change, in place, to {' '.join(words)}"
-            return cls(why, right="add up over the ranks first; or write to another tensor")
+            why = f"this operation would change the type in place to {' '.join(types)}"
+            return cls(why, fix="sum over the ranks first, or write to another tensor")
         src = case.split()[0]
-        right = _MOVES.get((src, words[0]), _MAKE_THE_SUM)
-        return cls(f"it makes {case}, and is given {words[0]}", right=right)
+        fix = _FIXES.get((src, types[0]), _SUM_FIRST)
+        return cls(f"the operator is {case}, but its input is {types[0]}", fix=fix)
 
     @classmethod
     @contextmanager
-    def on(cls, axis: str) -> Iterator[None]:
-        """Add the axis to a Mismatch raised inside."""
+    def add_axis(cls, axis: str) -> Iterator[None]:
+        """Add the axis to a TypeMismatch raised inside."""
         try:
             yield
         except cls as error:
@@ -90,62 +93,62 @@ class Mismatch(RuntimeError):
             raise
 
     def __str__(self) -> str:
-        what = f"on {self.axis} {self.what}" if self.axis else self.what
-        what = f"{self.operation}: {what}" if self.operation else what
-        lines = [self.line, what, f"right: {self.right}" if self.right else ""]
+        reason = f"on axis {self.axis}, {self.reason}" if self.axis else self.reason
+        reason = f"{self.operation}: {reason}" if self.operation else reason
+        lines = [self.line, reason, f"fix: {self.fix}" if self.fix else ""]
         return "\n".join(line for line in lines if line)
 
     def __reduce__(self) -> Any:  # pickled between processes with all attributes
-        return _again, (dict(self.__dict__),)
+        return _rebuild_mismatch, (dict(self.__dict__),)
 
 
-def _again(values: dict[str, Any]) -> Mismatch:
-    error = Mismatch(values["what"])
+def _rebuild_mismatch(values: dict[str, Any]) -> TypeMismatch:
+    error = TypeMismatch(values["reason"])
     error.__dict__.update(values)
     return error
 
 
 @contextmanager
-def located(func: Callable[..., Any], tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Add the line and the operation to a Mismatch raised inside."""
+def locate_errors(func: Callable[..., Any], tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Add the line and the operation to a TypeMismatch raised inside."""
     try:
         yield
-    except Mismatch as error:
+    except TypeMismatch as error:
         if not error.operation:
-            words = [_told(x) for x in tensors]
-            if error.culprit is not None:
-                error.what = f"its argument {error.culprit + 1} {error.what}"
-                error.right = "declare it"
-            error.operation = f"{func.__name__.strip('_')}({', '.join(words)})"
-            error.line = _line()
+            types = [_describe_tensor(x) for x in tensors]
+            if error.argument is not None:
+                error.reason = f"argument {error.argument + 1} {error.reason}"
+                error.fix = "declare it with declare_types"
+            error.operation = f"{func.__name__.strip('_')}({', '.join(types)})"
+            error.line = _find_source_line()
         raise error from None
 
 
-def _told(x: Tensor) -> str:
-    known = getattr(x, "over_ranks", None)
-    words = "?" if known is None else " ".join(f"{axis}:{word}" for axis, word in known.items())
-    return f"{getattr(x, 'called', '')} {words}".strip()
+def _describe_tensor(x: Tensor) -> str:
+    known = getattr(x, "rank_types", None)
+    types = "?" if known is None else " ".join(f"{axis}:{type_}" for axis, type_ in known.items())
+    return f"{getattr(x, 'tensor_name', '')} {types}".strip()
 
 
-def _line() -> str:
+def _find_source_line() -> str:
     """Return file, number and text of the innermost line outside of torch and the checker.
 
     If that line is the course's, also the line of the reader's program that called it.
     """
     frame = sys._getframe(1)
-    while frame and frame.f_code.co_filename.startswith((*_INSIDE, contextlib.__file__)):
+    while frame and frame.f_code.co_filename.startswith((*_SKIPPED_FILES, contextlib.__file__)):
         frame = frame.f_back
     if frame is None:
         return ""
     text = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).strip()
     inner, outer = frame, frame
-    while outer and outer.f_code.co_filename.startswith((*_INSIDE, str(_HERE.parent))):
+    while outer and outer.f_code.co_filename.startswith((*_SKIPPED_FILES, str(_HERE.parent))):
         outer = outer.f_back
-    led = f" (from {_place(outer)})" if outer not in (None, inner) else ""
-    return f"{_place(inner)}: {text}{led}"
+    led = f" (from {_format_place(outer)})" if outer not in (None, inner) else ""
+    return f"{_format_place(inner)}: {text}{led}"
 
 
-def _place(frame: FrameType) -> str:
+def _format_place(frame: FrameType) -> str:
     # A notebook's cell is a file with a different name in each session.
     path = Path(frame.f_code.co_filename)
     return f"{path.name if path.exists() else 'cell'}:{frame.f_lineno}"

@@ -23,9 +23,9 @@ import sys
 from functools import partial
 
 from shardlab.common.arguments import check_integer
-from shardlab.pipeline.schedules import NAMES, schedule
+from shardlab.pipeline.schedules import SCHEDULE_NAMES, make_schedule
 from shardlab.pipeline.simulate import Timeline, simulate
-from shardlab.pipeline.terminal import text
+from shardlab.pipeline.timeline_text import format_timeline
 from shardtools import options
 
 WHOLE = ("stages", "microbatches", "chunks")
@@ -38,7 +38,9 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `schedule` to the command line."""
     parser = options.command(commands, "schedule", __doc__)
     add = partial(options.add, parser)
-    parser.add_argument("name", nargs="?", default="", help=", ".join(NAMES), metavar="NAME")
+    parser.add_argument(
+        "name", nargs="?", default="", help=", ".join(SCHEDULE_NAMES), metavar="NAME"
+    )
     add("stages", "of the pipeline, each on a rank", "P", int)
     add("microbatches", "of a step", "M", int)
     add("chunks", "parts of the model on each stage; with interleaved (2)", "V", int)
@@ -52,8 +54,8 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 def _main(chosen: argparse.Namespace) -> int:
     given = options.given(chosen)
-    if chosen.name not in NAMES:
-        raise ValueError(f"schedule={chosen.name!r}: allowed are {', '.join(NAMES)}")
+    if chosen.name not in SCHEDULE_NAMES:
+        raise ValueError(f"schedule={chosen.name!r}: allowed are {', '.join(SCHEDULE_NAMES)}")
     whole = {"stages": "", "microbatches": ""} | {n: given[n] for n in WHOLE if n in given}
     check_integer(**whole)
     check_integer(1, MOST_STAGES, stages=whole["stages"])
@@ -62,13 +64,13 @@ def _main(chosen: argparse.Namespace) -> int:
         what = ", ".join(f"{name}={value}" for name, value in whole.items())
         raise ValueError(f"{what}: {passes:,} forwards; allowed are {MOST:,} at most")
     times = {name: given[name] for name in TIMES if name in given}
-    timeline = simulate(schedule(chosen.name, **whole), **times)
+    timeline = simulate(make_schedule(chosen.name, **whole), **times)
     if chosen.json:
         print(json.dumps(_facts(timeline)))
         return 0
     tty = sys.stdout.isatty()
     width = max(40, shutil.get_terminal_size().columns if tty else 80)
-    print(f"{_head(timeline)}\n\n{text(timeline, width)}")
+    print(f"{_head(timeline)}\n\n{format_timeline(timeline, width)}")
     return 0
 
 
@@ -81,7 +83,7 @@ def _head(timeline: Timeline) -> str:
             f"{of.name}: {of.stages} stage{'s' * (of.stages > 1)}{chunks}, "
             f"{of.microbatches} micro-batch{'es' * (of.microbatches > 1)}",
             f"  bubble            {timeline.bubble:.4f} of the cost",
-            f"  cost              {timeline.cost:.6g}",
+            f"  cost              {timeline.step_time:.6g}",
             f"  peak activations  {held}  (micro-batches, by stage)",
         ]
     )
@@ -95,8 +97,8 @@ def _facts(timeline: Timeline) -> dict[str, object]:
         "microbatches": of.microbatches,
         "chunks": of.chunks,
         "bubble": timeline.bubble,
-        "cost": timeline.cost,
-        "busy": timeline.busy,
+        "cost": timeline.step_time,
+        "busy": timeline.busy_times,
         "peak_activations": timeline.peak_activations,
         "timeline": [[span._asdict() for span in spans] for spans in timeline.spans],
     }

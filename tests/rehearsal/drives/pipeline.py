@@ -14,17 +14,17 @@ CONFIG = replace(GPT2, layers=4)
 @on(2)
 def one_group_more_for_all_pipelines():
     group, _, size = world()
-    plan = pipeline.schedule("1f1b", size, 4)
-    stages = [pipeline.distribute(model(CONFIG), plan, group) for _ in range(2)]
+    plan = pipeline.make_schedule("1f1b", size, 4)
+    stages = [pipeline.distribute_model(model(CONFIG), plan, group) for _ in range(2)]
     for stage in stages:
         stage.step(*batch(CONFIG))
-    assert stages[0].mail.back is stages[1].mail.back is not group
+    assert stages[0].mailbox.reverse_group is stages[1].mailbox.reverse_group is not group
 
 
 def recorded():
     group, _, size = world()
-    stage = pipeline.distribute(
-        model(CONFIG), pipeline.schedule("1f1b", size, 4), group, record=True
+    stage = pipeline.distribute_model(
+        model(CONFIG), pipeline.make_schedule("1f1b", size, 4), group, record=True
     )
     stage.step(*batch(CONFIG))
-    stage.timeline()
+    stage.gather_timeline()

@@ -15,10 +15,10 @@ from .common import GPT2, batch, model, world
 
 def dropout():
     config = replace(GPT2, dropout=0.3)
-    for edges in (tp.REPLICATED, sp.ALONG_SEQUENCE):
+    for edges in (tp.REPLICATED, sp.SEQUENCE_SHARDED):
         mine = tp.parallelize(model(config), world()[0], edges)
         x, y = batch(config)
-        tp.loss(mine(x), y, world()[0]).backward()
+        tp.vocab_parallel_loss(mine(x), y, world()[0]).backward()
 
 
 def from_nothing():
@@ -26,4 +26,4 @@ def from_nothing():
         mine = GPT(GPT2)
     mine = tp.parallelize(mine, world()[0])
     torch.manual_seed(0)
-    tp.initialize(mine)
+    tp.initialize_shards(mine)

@@ -1,8 +1,8 @@
-"""The same checks with Meta's `spmd_types`: its rules for the course's operators, from their words.
+"""Rules of Meta's `spmd_types` for the course's operators, made from the operators' signatures.
 
-The package types tensors with the same four words, checks with the same table, and has operators of
-its own. An autograd Function that it does not know states its rule in `spmd_typecheck`. Written for
-spmd_types 0.3.1 (22 October 2026), a beta whose interface changes.
+`spmd_types` has the same four types, checks with the same table, and has operators of its own. An
+autograd Function that it does not know states its rule in `spmd_typecheck`. Written for spmd_types
+0.3.1 (22 October 2026), a beta whose interface changes.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .declared import parse
+from .declarations import parse_signature
 
 
-def attach(operator: type, dimension: int = -1) -> None:
-    """Give an autograd Function with `words` the typing rule that `spmd_types` looks for.
+def attach_rule(operator: type, dimension: int = -1) -> None:
+    """Give an autograd Function with a `signature` the typing rule that `spmd_types` looks for.
 
-    dimension: along which V is cut. Raises ValueError for invalid words.
+    dimension: along which V is cut. Raises ValueError for an invalid signature.
     """
-    (src, *_), dst = parse(operator.words)
-    rule = _rule(src, dst, dimension)
+    (src, *_), dst = parse_signature(operator.signature)
+    rule = _make_rule(src, dst, dimension)
     # The rule is called with those arguments of `forward` that its signature names.
     ctx, *given = inspect.signature(operator.forward).parameters.values()
     named = [each.replace(kind=each.KEYWORD_ONLY, annotation=each.empty) for each in given]
@@ -32,15 +32,15 @@ def attach(operator: type, dimension: int = -1) -> None:
     operator.spmd_typecheck = staticmethod(rule)
 
 
-def _rule(src: str, dst: str, dimension: int) -> Callable[..., None]:
-    def rule(out: Tensor, **given: Any) -> None:
+def _make_rule(src: str, dst: str, dimension: int) -> Callable[..., None]:
+    def apply_rule(out: Tensor, **given: Any) -> None:
         import spmd_types as spmd
         from spmd_types import rules
 
         x = next(value for value in given.values() if isinstance(value, Tensor))
         group = next(value for value in given.values() if isinstance(value, dist.ProcessGroup))
         others = [v for v in given.values() if isinstance(v, Tensor) and v is not x]
-        word = {"I": spmd.I, "R": spmd.R, "P": spmd.P, "V": spmd.S(dimension)}
+        types = {"I": spmd.I, "R": spmd.R, "P": spmd.P, "V": spmd.S(dimension)}
         if src == "P" or others:  # as in `core`, V may stand for P
             known = spmd.maybe_get_axis_local_type(x, group)
             pending = spmd.P if known is spmd.P else spmd.V
@@ -48,18 +48,18 @@ def _rule(src: str, dst: str, dimension: int) -> Callable[..., None]:
             if others:
                 x = rules.einsum("bsv,bs->bs", x, *others)
             if out is x:
-                move(x, group, src=pending, dst=word[dst], out=out)
+                move(x, group, src=pending, dst=types[dst], out=out)
                 return
-            made = move(x, group, src=pending, dst=word[dst])
+            made = move(x, group, src=pending, dst=types[dst])
         else:
             move = rules.all_gather if src == "V" else rules.convert
-            made = move(x, group, src=word[src], dst=word[dst])
+            made = move(x, group, src=types[src], dst=types[dst])
         rules.output(out, made)
 
-    return rule
+    return apply_rule
 
 
-def verdict(
+def find_error(
     step: Callable[[Any], Any], make: Callable[[], Any], axes: Mapping[str, dist.ProcessGroup]
 ) -> str:
     """Return the error of `spmd_types` for step(make()); "" if it passes. `make` declares tensors.
@@ -80,9 +80,9 @@ def verdict(
     return ""
 
 
-def declare(x: Tensor, **words: str) -> Tensor:
-    """Declare the type of `x`, as `tensor_types.declare` does; call it within `verdict`."""
+def declare_types(x: Tensor, **types: str) -> Tensor:
+    """Declare types of `x`, as `tensor_types.declare_types` does; call it in `find_error`."""
     import spmd_types as spmd
 
     kinds = {"I": spmd.I, "R": spmd.R, "V": spmd.V, "P": spmd.P}
-    return spmd.assert_type(x, {axis: kinds[word] for axis, word in words.items()})
+    return spmd.assert_type(x, {axis: kinds[type_] for axis, type_ in types.items()})

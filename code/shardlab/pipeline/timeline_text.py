@@ -1,4 +1,4 @@
-"""Timelines drawn in characters, for a terminal: `text`."""
+"""Timelines drawn in characters, for a terminal."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from .simulate import Span, Timeline
 
 # Characters and words of a drawn timeline.
 FILL = {"F": "░", "B": "▓", "I": "▓", "W": "▒"}
-WORDS = {"F": "forward", "B": "backward", "I": "backward of input", "W": "backward of weights"}
+LABELS = {"F": "forward", "B": "backward", "I": "backward of input", "W": "backward of weights"}
 IDLE = "·"
 
 
-def text(timeline: Timeline, width: int = 80) -> str:
+def format_timeline(timeline: Timeline, width: int = 80) -> str:
     """Draw `timeline` in characters, with lines no longer than `width`.
 
     A column is a stretch of time and shows the stage's pass at its middle. A pass shows its name if
     it has enough columns, and one letter otherwise.
     """
-    of = timeline.schedule
+    schedule = timeline.schedule
     first = min(spans[0].begin for spans in timeline.spans)
     long = max(spans[-1].end for spans in timeline.spans) - first
-    name = len(f"stage {of.stages - 1}")
+    name = len(f"stage {schedule.stages - 1}")
     room = width - name - 1
-    each = _column(timeline, long, room)
+    each = _time_per_column(timeline, long, room)
     columns = min(room, math.ceil(long / each - 1e-9)) if long else room
     lines = []
     for stage, spans in enumerate(timeline.spans):
         stub = f"stage {stage}"
-        lines.append(f"{stub:<{name}} {_row(spans, first, each, columns, of.chunks)}")
+        lines.append(f"{stub:<{name}} {_draw_row(spans, first, each, columns, schedule.chunks)}")
     end = f"{long:.5g}"
     lines.append(f"{'time':<{name}} 0{'─' * (columns - len(end) - 1)}{end}")
-    kinds = [kind for kind in WORDS if any(s.kind == kind for row in timeline.spans for s in row)]
-    key = [f"{kind}{FILL[kind]} {WORDS[kind]}" for kind in kinds]
+    kinds = [kind for kind in LABELS if any(s.kind == kind for row in timeline.spans for s in row)]
+    key = [f"{kind}{FILL[kind]} {LABELS[kind]}" for kind in kinds]
     entries = [*key, f"{IDLE} idle", f"a column is {each:.3g} of time"]
     for entry in entries:  # as many to a line as fit
         if entry is entries[0] or len(lines[-1]) + 3 + len(entry) > width:
@@ -44,7 +44,7 @@ def text(timeline: Timeline, width: int = 80) -> str:
     return "\n".join(lines)
 
 
-def _column(timeline: Timeline, long: float, room: int) -> float:
+def _time_per_column(timeline: Timeline, long: float, room: int) -> float:
     """Return the time per column: the least that fits, with whole columns per pass if possible."""
     times = [span.end - span.begin for spans in timeline.spans for span in spans]
     shortest = min((time for time in times if time > 0), default=0.0)
@@ -55,11 +55,10 @@ def _column(timeline: Timeline, long: float, room: int) -> float:
     return shortest / whole if whole and even else long / room
 
 
-def _row(spans: tuple[Span, ...], first: float, each: float, columns: int, chunks: int) -> str:
-    """Return the characters of a stage: its pass at the middle of every column."""
+def _draw_row(spans: tuple[Span, ...], first: float, each: float, width: int, chunks: int) -> str:
     begins = [span.begin for span in spans]
     shown: list[Span | None] = []
-    for column in range(columns):
+    for column in range(width):
         middle = first + (column + 0.5) * each
         place = bisect_right(begins, middle) - 1
         span = spans[place] if place >= 0 else None

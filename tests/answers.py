@@ -27,11 +27,11 @@ class Swap:
         self.pairs = list(zip(texts[::2], texts[1::2], strict=True))
 
 
-def nothing(*_: Any) -> None:
+def do_nothing(*_: Any) -> None:
     """A function that does and returns nothing."""
 
 
-def all_send_first(tensor, group):
+def send_first_on_all(tensor, group):
     """Send before receiving on all ranks, which works with gloo alone."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     received = torch.empty_like(tensor)
@@ -41,7 +41,7 @@ def all_send_first(tensor, group):
     return received
 
 
-def corners(saved, offset, size):
+def read_corners(saved, offset, size):
     """Read the first number of every file, also of files that are not needed."""
     first = slice(0, 1), slice(0, 1)
     return [(file, first, first) for file, *_ in saved]
@@ -86,7 +86,7 @@ LINK = 4 * 2 * 7 * 2 * 989e12 / (6 * 12 * 8192)
 DAYS = 6 * 8e9 * 15e12 / (512 * 989e12 * 0.4) / 86400
 
 
-def stages(**changes):
+def make_layout(**changes):
     return Layout(**{"tp": 8, "pp": 8, "microbatches": 256, "sequence_parallel": True} | changes)
 
 
@@ -121,7 +121,7 @@ ROWS: dict[str, tuple[Any, str]] = {
         Swap("torch.stack(everyones)", "torch.stack([0 * tensor, *everyones])"),
         "began as zeros",
     ),
-    "shift": (all_send_first, "With nccl it hangs, on 2 ranks"),
+    "shift": (send_first_on_all, "With nccl it hangs, on 2 ranks"),
     "broadcast_large": (
         Swap("collectives.all_gather(pieces, pieces[rank], group)", "..."),
         "is off by",
@@ -166,7 +166,7 @@ ROWS: dict[str, tuple[Any, str]] = {
         ),
         "token by token",
     ),
-    "my_exchange": (nothing, "returned None"),
+    "my_exchange": (do_nothing, "returned None"),
     "my_average": (Swap("own /= data", "own /= copies"), "four ranks brought tokens"),
     "my_balancing": (Swap("dist.all_reduce(load_E, group=group)", "..."), "each rank's own tokens"),
     "my_expert_ranks": (Swap(" >= rows", " >= 0"), "Right is"),
@@ -244,7 +244,7 @@ ROWS: dict[str, tuple[Any, str]] = {
         "no file at all",
     ),
     "my_windows": (Swap("samples + ", ""), "beginning of the data again"),
-    "my_pieces": (corners, "Right is"),
+    "my_pieces": (read_corners, "Right is"),
     "my_save_interval": (Swap(", size / write)", ", 0)"), "there is a shortest interval, too"),
     # cluster
     "cluster_ranks": ((8, 2, 3), "count from 0"),
@@ -318,7 +318,7 @@ ROWS: dict[str, tuple[Any, str]] = {
     "strategy_wire": (LINK / 2, "twice"),
     "strategy_days": (DAYS * 86400, "seconds"),
     "strategy_corner": (Swap("max(operations", "min(operations"), "made these measurements"),
-    "strategy_layout": (stages(pp=4), "there are 64 GPUs"),
+    "strategy_layout": (make_layout(pp=4), "there are 64 GPUs"),
     # model_parallelism
     "zero_states": (112e9, "Which of them does stage 2 divide"),
     "gradient_traffic": (14e9, "How often does each piece"),

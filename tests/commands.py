@@ -13,7 +13,7 @@ from shardlab.common import show
 from shardtools.__main__ import main
 
 
-def ran(capsys: Any, *arguments: str) -> tuple[int, str, str]:
+def run_main(capsys: Any, *arguments: str) -> tuple[int, str, str]:
     """Run `python -m shardlab` with these arguments; return exit status, stdout, stderr."""
     try:
         status = main(list(arguments))
@@ -24,8 +24,7 @@ def ran(capsys: Any, *arguments: str) -> tuple[int, str, str]:
 
 
 @cache
-def benchmark(topic: str) -> dict[str, Any]:
-    """Return the namespace of a topic's benchmark."""
+def load_bench(topic: str) -> dict[str, Any]:
     folder = show.ROOT / "benchmarks"
     sys.path.insert(0, str(folder))  # for its import of side_by_side
     try:
@@ -44,8 +43,7 @@ def without_jupyter(folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
-def gone(pid: int) -> bool:
-    """Return True if a process has ended."""
+def is_dead(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

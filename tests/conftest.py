@@ -15,7 +15,7 @@ from timing import TimingClaimFailed
 from shardlab.common import show
 from shardlab.common.show.timing import BUSY_TEXT
 
-TRIES = 3  # for a test that measures times
+MAX_TRIES = 3  # for a test that measures times
 
 with contextlib.suppress(ImportError):  # the GPU tests run on machines without hypothesis
     from hypothesis import HealthCheck, settings
@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items if config.pluginmanager.hasplugin("rerunfailures") else []:
         if item.get_closest_marker("alone"):
             again = pytest.mark.flaky(
-                reruns=TRIES - 1, only_rerun=["TimingClaimFailed", "RankError"]
+                reruns=MAX_TRIES - 1, only_rerun=["TimingClaimFailed", "RankError"]
             )
         else:
             again = pytest.mark.flaky(reruns=1, only_rerun=["connectFullMesh failed"])
@@ -95,14 +95,14 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     """Skip a test whose last try made claims on times that a busy machine cannot show."""
     report = yield
     raised = call.excinfo.value if call.excinfo else None
-    last = getattr(item, "execution_count", TRIES) >= TRIES
+    last = getattr(item, "execution_count", MAX_TRIES) >= MAX_TRIES
     if isinstance(raised, TimingClaimFailed) and BUSY_TEXT in str(raised) and last:
         report.outcome = "skipped"
         report.longrepr = str(item.path), item.location[1] or 0, f"Skipped: {raised}"
     return report
 
 
-def children() -> set[int]:
+def list_children() -> set[int]:
     """Return the process numbers of this process's children, including unreaped ones."""
     found = set()
     for status in Path("/proc").glob("[0-9]*/stat"):
@@ -116,8 +116,8 @@ def children() -> set[int]:
 
 
 @pytest.fixture
-def leaves_nothing():
+def no_leftovers():
     """Fail a test if a process that it started still exists afterwards."""
-    before = children()
+    before = list_children()
     yield
-    assert children() - before == set(), "the test left processes behind"
+    assert list_children() - before == set(), "the test left processes behind"

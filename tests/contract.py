@@ -1,9 +1,9 @@
 """One contract for every technique: parallel training equals training in one process.
 
-ROWS is the table: technique, model, plan, options, and tolerances. `gaps` trains both sides of a
-row (`sides`), the plain model and the parallel one, for some steps of AdamW, and returns their
-differences: losses, gradients, norms, final weights and the outputs of these. The same rows run on
-CPU ranks (test_contract), on pretended GPUs (rehearsal.drives.contract) and on real ones
+ROWS is the table: technique, model, plan, options, and tolerances. `measure_gaps` trains both
+sides of a row (`sides`), the plain model and the parallel one, for some steps of AdamW, and returns
+their differences: losses, gradients, norms, final weights and the outputs of these. The same rows
+run on CPU ranks (test_contract), on pretended GPUs (rehearsal.drives.contract) and on real ones
 (test_gpu).
 """
 
@@ -19,22 +19,22 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from devices import here, random_state
-from libraries import Ddp, DeepSpeed, Fsdp
+from devices import get_random_state, to_device
+from libraries import DdpSide, DeepSpeedSide, FsdpSide
 from sides import (
-    Context,
-    Data,
-    Experts,
-    Masters,
-    Meshed,
+    ContextSide,
+    DataSide,
+    ExpertSide,
+    MasterWeightsSide,
+    MeshSide,
     Part,
-    Pipeline,
+    PipelineSide,
     Side,
-    Tensors,
-    TensorsInCopies,
-    Toy,
-    Zero,
-    optimizer,
+    TensorInCopiesSide,
+    TensorSide,
+    ToyModel,
+    ZeroSide,
+    make_optimizer,
 )
 
 from shardlab import ranks
@@ -44,22 +44,22 @@ from shardlab.measure import link
 
 SIDES: dict[str, type[Side]] = {
     "one process": Side,
-    "masters": Masters,
-    "data": Data,
-    "DDP": Ddp,
-    "zero": Zero,
-    "FSDP2": Fsdp,
-    "DeepSpeed": DeepSpeed,
-    "pipeline": Pipeline,
-    "tensor": Tensors,
-    "tensor in copies": TensorsInCopies,
-    "context": Context,
-    "experts": Experts,
-    "mesh": Meshed,
+    "masters": MasterWeightsSide,
+    "data": DataSide,
+    "DDP": DdpSide,
+    "zero": ZeroSide,
+    "FSDP2": FsdpSide,
+    "DeepSpeed": DeepSpeedSide,
+    "pipeline": PipelineSide,
+    "tensor": TensorSide,
+    "tensor in copies": TensorInCopiesSide,
+    "context": ContextSide,
+    "experts": ExpertSide,
+    "mesh": MeshSide,
 }
 
 
-class Near(NamedTuple):
+class Tolerances(NamedTuple):
     """Largest allowed differences, and their reason."""
 
     losses: float
@@ -70,19 +70,19 @@ class Near(NamedTuple):
     why: str
 
 
-def within(limit: float, why: str, **others: float) -> Near:
+def make_tol(limit: float, why: str, **others: float) -> Tolerances:
     """Return one limit for all quantities, except for `others`."""
-    return Near(limit, limit, limit, limit, limit, why)._replace(**others)
+    return Tolerances(limit, limit, limit, limit, limit, why)._replace(**others)
 
 
-SAME = within(0.0, "the same products of the same numbers, added up in the same order")
-FLOAT64 = within(
+EXACT = make_tol(0.0, "the same products of the same numbers, added up in the same order")
+FLOAT64 = make_tol(
     1e-11,
     "float64 rounds at 1e-16; sums of a few dozen terms of size 1 in another order, and five AdamW "
     "steps of 1e-2, which divide by gradients of 1e-4 and more: a wrong formula shows at 1e-3",
 )
-CUT64 = within(1e-10, FLOAT64.why + "; matrices and sequences that are cut have longer sums")
-FLOAT32 = within(
+CUT64 = make_tol(1e-10, FLOAT64.why + "; matrices and sequences that are cut have longer sums")
+FLOAT32 = make_tol(
     1e-5,
     "float32 rounds at 6e-8, and gradients are of size 1. AdamW divides by the size of a gradient, "
     "so that where it is all but zero, a step of 1e-2 may change by a part",
@@ -96,13 +96,11 @@ ON_GPU = "on a GPU attention's backward adds up in no fixed order, and kernels i
 
 @dataclass(frozen=True)
 class Row:
-    """One case of the contract."""
-
     technique: str
     case: str
     config: Config | None  # None: the model is the Toy
     layout: Layout
-    near: Near
+    tol: Tolerances
     sizes: tuple[int, ...]  # number of sequences of each copy
     options: dict[str, Any] = field(default_factory=dict)  # of the technique's own function
     steps: int = 5
@@ -113,7 +111,7 @@ class Row:
     set_to_none: bool = True
     group: str = "world"  # "pairs": two groups of two ranks, in odd order; "slow": over a slow link
     frozen: tuple[str, ...] = ()  # modules that are not trained
-    against: str = "one process"
+    reference: str = "one process"
     balanced: bool = False  # with a balancing loss, and router biases
     ignored: bool = False  # some targets are ignored
     gpus: bool = False  # runs on GPUs too, pretended and real
@@ -121,12 +119,10 @@ class Row:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of the row."""
         return self.layout.world_size * (2 if self.group == "pairs" else 1)
 
     @property
     def name(self) -> str:
-        """Name of the row, for selecting it."""
         words = [f"{self.technique}: {self.case}", str(self.layout)]
         words += [f"{name}={value}" for name, value in self.options.items()]
         words += [str(self.dtype).removeprefix("torch.")]
@@ -136,40 +132,37 @@ class Row:
             "zeros for None": not self.set_to_none,
             "clipped": self.clip,
             "targets ignored": self.ignored,
-            f"as {self.against}": self.against != "one process",
+            f"as {self.reference}": self.reference != "one process",
             f"weekly on {self.weekly}": self.weekly,
         }
         return ", ".join(words + [word for word, true in said.items() if true])
 
-    def optimizer(self, model: Any) -> torch.optim.Optimizer:
-        """Return the row's optimizer for `model`."""
-        return optimizer(model, self.lr)
+    def make_optimizer(self, model: Any) -> torch.optim.Optimizer:
+        return make_optimizer(model, self.lr)
 
-    def allowed(self, device: str) -> Near:
-        """Return the tolerances on a device: results that are equal on a CPU are close on a GPU."""
+    def get_tolerances(self, device: str) -> Tolerances:
         if device == "cpu":
-            return self.near
+            return self.tol
         there = CUT64 if self.dtype == torch.float64 else FLOAT32
-        limits = (max(pair) for pair in zip(self.near[:-1], there[:-1], strict=True))
-        return Near(*limits, why=ON_GPU)
+        limits = (max(pair) for pair in zip(self.tol[:-1], there[:-1], strict=True))
+        return Tolerances(*limits, why=ON_GPU)
 
-    def made(self, config: Config | None) -> torch.nn.Module:
-        """Return the plain model as its author builds it."""
-        return Toy() if config is None else GPT(config)
+    def build_plain_model(self, config: Config | None) -> torch.nn.Module:
+        return ToyModel() if config is None else GPT(config)
 
-    def model(self, config: Config | None) -> torch.nn.Module:
+    def build_model(self, config: Config | None) -> torch.nn.Module:
         """Return a plain model with random biases and norms, so that each parameter matters."""
         torch.manual_seed(0)
-        model = self.made(config)
+        model = self.build_plain_model(config)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1 and config is not None:
                     parameter.add_(0.1 * torch.randn_like(parameter))
         for name in self.frozen:
             model.get_submodule(name).requires_grad_(False)
-        return here(model).to(self.dtype)
+        return to_device(model).to(self.dtype)
 
-    def batch(self, step: int) -> list[list[Part]]:
+    def make_batch(self, step: int) -> list[list[Part]]:
         """Return a step's tokens and targets: each copy's micro-batches."""
         generator = torch.Generator().manual_seed(step)
         vocab, total = (self.config.vocab if self.config else 17), sum(self.sizes)
@@ -177,7 +170,7 @@ class Row:
         both = torch.randint(vocab, shape, generator=generator)
         if self.ignored:
             both[1, ::2, 3:], both[1, -1] = IGNORED, IGNORED
-        both = here(both)
+        both = to_device(both)
         found = []
         for number, (x, y) in enumerate(zip(*(b.split(self.sizes) for b in both), strict=True)):
             parts = zip(*(z.tensor_split(self.layout.microbatches) for z in (x, y)), strict=True)
@@ -189,8 +182,7 @@ class Row:
         return found
 
 
-def groups(row: Row) -> dict[str, dist.ProcessGroup]:
-    """Return this rank's group along each axis of the plan."""
+def make_groups(row: Row) -> dict[str, dist.ProcessGroup]:
     layout, world = row.layout, dist.group.WORLD
     wide = [axis for axis in AXES if getattr(layout, axis) > 1]
     found = {}
@@ -208,7 +200,7 @@ def groups(row: Row) -> dict[str, dist.ProcessGroup]:
     return found
 
 
-def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+def max_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     """Return the largest difference; both sides must be None in the same places."""
     worst = 0.0
     for name, tensor in one.items():
@@ -222,107 +214,109 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
     return worst
 
 
-Watch = Callable[[], AbstractContextManager[list[str]]]
+Recorder = Callable[[], AbstractContextManager[list[str]]]
 
 
-def gaps(row: Row, waits: Watch = lambda: nullcontext([])) -> dict[str, float]:
+def measure_gaps(row: Row, waits: Recorder = lambda: nullcontext([])) -> dict[str, float]:
     """Return how far the two sides of a row differ on this rank after its steps.
 
     waits: collects the places where the host waits for a GPU; only the first step, which creates
     connections, may have such places.
     """
     config = row.config
-    plain, own = row.model(config), groups(row)
-    theirs = SIDES[row.against](row, copy.deepcopy(plain), own)
+    plain, own = row.build_model(config), make_groups(row)
+    theirs = SIDES[row.reference](row, copy.deepcopy(plain), own)
     mine = SIDES[row.technique](row, plain, own)
-    worst = dict.fromkeys(Near._fields[:-1], 0.0)
+    worst = dict.fromkeys(Tolerances._fields[:-1], 0.0)
     for step in range(row.steps):
         found, states = [], []
         for side in (theirs, mine):
             side.optimizer.zero_grad(set_to_none=row.set_to_none)
             torch.manual_seed(step)
-            batch = row.batch(step)
+            batch = row.make_batch(step)
             with waits() as waited:
                 found.append(side.step(batch))
             if side is mine and step and config and row.group != "slow":
                 # The Toy's ranks exchange which parameters they used, a slow link waits for bytes.
                 assert not waited, f"the host waits at {waited}"
-            states.append(random_state())
+            states.append(get_random_state())
         assert torch.equal(*states), "as much is drawn as by one process"
-        differences = compared(row, theirs, mine, *found, step)
+        differences = compare_step(row, theirs, mine, *found, step)
         worst = {name: max(worst[name], differences.get(name, 0.0)) for name in worst}
         for side in (theirs, mine):
             side.optimizer.step()
-    at_end = compared_at_end(row, theirs, mine)
+    at_end = compare_final_state(row, theirs, mine)
     return {name: max(worst[name], at_end.get(name, 0.0)) for name in worst}
 
 
-def compared(row: Row, theirs: Any, mine: Any, wanted: Any, found: Any, step: int) -> Any:
+def compare_step(row: Row, theirs: Any, mine: Any, wanted: Any, found: Any, step: int) -> Any:
     """Compare losses, gradients and norms of one step, with clipping if the row has it."""
     if None in found:
-        found[None] = mine.joined(found[None])
+        found[None] = mine.join_loss(found[None])
     both = found.keys() & wanted.keys()
     assert both or not found
-    differences = {"losses": apart({k: found[k].cpu() for k in both},
+    differences = {"losses": max_difference({k: found[k].cpu() for k in both},
                                    {k: wanted[k].cpu() for k in both})}  # fmt: skip
-    whole = theirs.gradients()
-    gradients = mine.gradients() if whole is not None else None
+    whole = theirs.get_gradients()
+    gradients = mine.get_gradients() if whole is not None else None
     if gradients:
-        parts = {name: g if g is None else mine.part(name, g) for name, g in whole.items()}
-        differences["gradients"] = apart(gradients, parts)
+        parts = {name: g if g is None else mine.take_part(name, g) for name, g in whole.items()}
+        differences["gradients"] = max_difference(gradients, parts)
     if row.clip:
         limit = row.clip[step % len(row.clip)]
-        norm = mine.clip(limit)
+        norm = mine.clip_gradients(limit)
         assert norm > min(row.clip), "so that the limits are limits"
-        differences["norms"] = abs(norm.item() - theirs.clip(limit).item())
+        differences["norms"] = abs(norm.item() - theirs.clip_gradients(limit).item())
     return differences
 
 
-def compared_at_end(row: Row, theirs: Any, mine: Any) -> dict[str, float]:
+def compare_final_state(row: Row, theirs: Any, mine: Any) -> dict[str, float]:
     """Compare the weights and their outputs; check that loading the weights restores them."""
-    found, wanted, differences = mine.weights(), theirs.weights(), {}
+    found, wanted, differences = mine.get_weights(), theirs.get_weights(), {}
     if found is not None:
         assert sorted(found) == sorted(theirs.plain.state_dict())
         kept = {name: tensor for name, tensor in found.items() if name != "seen"}
-        differences["weights"] = apart(kept, wanted)
-        mine.load(found)
-        again = mine.weights()
+        differences["weights"] = max_difference(kept, wanted)
+        mine.load_weights(found)
+        again = mine.get_weights()
         assert all(torch.equal(again[name], tensor) for name, tensor in kept.items())
-    if row.config and mine.answers and theirs.answers:
-        part = row.batch(row.steps)[mine.copy][0]
+    if row.config and mine.has_output and theirs.has_output:
+        part = row.make_batch(row.steps)[mine.copy][0]
         for side in (theirs, mine):
             side.model.eval()
         with torch.no_grad():
-            differences["outputs"] = apart({"": mine.output(part)}, {"": theirs.output(part)})
+            one, other = ({"": side.compute_output(part)} for side in (mine, theirs))
+            differences["outputs"] = max_difference(one, other)
     return differences
 
 
-def judged(row: Row, found: dict[str, dict[str, float]], device: str) -> None:
-    """Raise AssertionError for a row whose differences exceed its tolerances."""
-    near = row.allowed(device)
+def check_gaps(row: Row, found: dict[str, dict[str, float]], device: str) -> None:
+    near = row.get_tolerances(device)
     far = {name: gap for name, gap in found[row.name].items() if not gap <= getattr(near, name)}
     assert not far, f"{row.name}: {far} where {near._asdict()} is allowed"
 
 
-def all_of(rows: list[Row], device: str, waits: Watch = lambda: nullcontext([])) -> dict[str, Any]:
+def measure_rows(
+    rows: list[Row], device: str, waits: Recorder = lambda: nullcontext([])
+) -> dict[str, Any]:
     """Run rows with equal numbers of ranks in one run; return the worst rank's gaps by row name.
 
     The first row that fails ends the run and is named.
     """
 
-    def work() -> dict[str, dict[str, float]]:
-        return {row.name: named(row) for row in rows}
+    def measure_all() -> dict[str, dict[str, float]]:
+        return {row.name: measure_named(row) for row in rows}
 
-    def named(row: Row) -> dict[str, float]:
+    def measure_named(row: Row) -> dict[str, float]:
         try:
-            return gaps(row, waits)
+            return measure_gaps(row, waits)
         except Exception as error:
             error.args = (f"in the row {row.name!r}: {error}",)
             raise
 
     for row in rows:
-        SIDES[row.against].imported()
-    found = ranks.run(work, rows[0].ranks, device=device, timeout=300, show=False)
+        SIDES[row.reference].import_library()
+    found = ranks.run(measure_all, rows[0].ranks, device=device, timeout=300, show=False)
     return {
         row.name: {name: max(one[row.name][name] for one in found) for name in found[0][row.name]}
         for row in rows

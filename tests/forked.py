@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def forked(
+def run_forked(
     call: Callable[[], object], folder: Path, environment: dict[str, str] | None = None
 ) -> tuple[int, str]:
     """Return exit status and output of `call()`, which runs in `folder`; 1 if it raises.
@@ -24,13 +24,13 @@ def forked(
     with tempfile.TemporaryFile() as log:
         child = os.fork()
         if child == 0:
-            os._exit(_run(call, folder, environment, log.fileno()))
+            os._exit(_run_child(call, folder, environment, log.fileno()))
         _, status = os.waitpid(child, 0)
         log.seek(0)
         return os.waitstatus_to_exitcode(status), log.read().decode()
 
 
-def _run(
+def _run_child(
     call: Callable[[], object], folder: Path, environment: dict[str, str] | None, log: int
 ) -> int:
     for output in (1, 2):
@@ -58,7 +58,7 @@ def _run(
     return status
 
 
-def draw(script: Path) -> None:
+def run_figure_script(script: Path) -> None:
     """Run a script of figures/, which writes into its own folder."""
     import matplotlib.pyplot  # noqa: F401  once, for all of them
 
@@ -66,5 +66,5 @@ def draw(script: Path) -> None:
         sys.argv, sys.path = [str(script)], [str(script.parent), *sys.path]
         runpy.run_path(str(script), run_name="__main__")
 
-    status, said = forked(run, script.parent)
+    status, said = run_forked(run, script.parent)
     assert status == 0, said

@@ -10,7 +10,7 @@ import warnings
 from typing import Any
 
 import torch
-from sides import Data, Part, Toy
+from sides import DataSide, Part, ToyModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -19,21 +19,21 @@ from shardlab import deepspeed_engine, ranks
 from shardlab.gpt.model import loss
 
 
-class Ddp(Data):
+class DdpSide(DataSide):
     """Side of torch's DistributedDataParallel."""
 
-    def made(self, model: Any, **_: Any) -> Any:
+    def wrap_model(self, model: Any, **_: Any) -> Any:
         self.way = "hooks"
-        unused = {"find_unused_parameters": True} if isinstance(model, Toy) else {}
+        unused = {"find_unused_parameters": True} if isinstance(model, ToyModel) else {}
         return nn.parallel.DistributedDataParallel(
             model, process_group=self.groups["dp"], gradient_as_bucket_view=True, **unused
         )
 
 
-class Fsdp(Data):
+class FsdpSide(DataSide):
     """Side of torch's fully_shard: stage 2, or stage 3 if weights are resharded after forward."""
 
-    def made(self, model: Any, compute_dtype: torch.dtype | None = None, **_: Any) -> Any:
+    def wrap_model(self, model: Any, compute_dtype: torch.dtype | None = None, **_: Any) -> Any:
         self.way = "library"
         within = init_device_mesh(ranks.device().type, (self.groups["dp"].size(),))
         options = {"reshard_after_forward": self.row.layout.zero == 3}
@@ -43,23 +43,23 @@ class Fsdp(Data):
             fully_shard(each, mesh=within, **options)
         return model
 
-    def gradients(self) -> dict[str, Tensor | None]:
-        return {name: p.grad.full_tensor() for name, p in self.named().items()}
+    def get_gradients(self) -> dict[str, Tensor | None]:
+        return {name: p.grad.full_tensor() for name, p in self.get_parameters().items()}
 
-    def weights(self) -> dict[str, Tensor]:
+    def get_weights(self) -> dict[str, Tensor]:
         return {name: p.full_tensor() for name, p in self.plain.state_dict().items()}
 
 
-class DeepSpeed(Data):
+class DeepSpeedSide(DataSide):
     """Side of DeepSpeed's ZeRO stages; it exposes no gradients."""
 
-    answers = False
+    has_output = False
 
     @staticmethod
-    def imported() -> None:
+    def import_library() -> None:
         deepspeed_engine.prepare()
 
-    def made(self, model: Any, **_: Any) -> Any:
+    def wrap_model(self, model: Any, **_: Any) -> Any:
         self.way = "library"
         os.environ["DS_ACCELERATOR"] = (
             ranks.device().type
@@ -73,7 +73,7 @@ class DeepSpeed(Data):
         stages = {"stage": self.row.layout.zero, "reduce_bucket_size": block}
         self.engine, *_ = deepspeed.initialize(
             model=model,
-            optimizer=self.row.optimizer(model),
+            optimizer=self.row.make_optimizer(model),
             config={
                 "train_micro_batch_size_per_gpu": self.row.sizes[0] // self.row.layout.microbatches,
                 "gradient_accumulation_steps": self.row.layout.microbatches,
@@ -94,12 +94,12 @@ class DeepSpeed(Data):
             total = total + value.detach() / len(parts)
         return {self.copy: total}
 
-    def gradients(self) -> None:
+    def get_gradients(self) -> None:
         return None
 
-    def weights(self) -> dict[str, Tensor]:
+    def get_weights(self) -> dict[str, Tensor]:
         from deepspeed import zero as deepspeeds
 
-        named = self.named()
+        named = self.get_parameters()
         with deepspeeds.GatheredParameters(list(self.plain.parameters())):
             return {name: parameter.detach().clone() for name, parameter in named.items()}

@@ -61,7 +61,6 @@ def measure_losses(each: dict[str, tuple[Row, Callable[[Row], Any]]]) -> dict[st
 
 
 def make_longer_program(one: WrongProgram) -> Callable[[Row], Any]:
-    """Return the wrong program with as many steps as the row has."""
     return lambda row: replace(
         one, row=row, other_row=one.other_row and replace(one.other_row, steps=row.steps)
     ).build_program()
@@ -101,12 +100,12 @@ def run_typed_step(row: Row, mistake: Callable[[Any], None], group: Any) -> None
     """Run a step of the row's technique with types declared for its inputs."""
     alone = row.technique in ("data", "context")  # tokens and loss differ between ranks
     side = (SIDES | EXTRA_SIDES)[row.technique](
-        row, row.model(row.config), dict.fromkeys(AXES, group)
+        row, row.build_model(row.config), dict.fromkeys(AXES, group)
     )
     mistake(side)
     words: Any = tp.get_parameter_types(side.model) if hasattr(side.model, "tensor_group") else "R"
     tt.declare_parameters(side.model, group=words)
-    batch, share = row.batch(0), cp.shard_tokens
+    batch, share = row.make_batch(0), cp.shard_tokens
     for tokens, targets, _ in (part for copy in batch for part in copy):
         for x in (tokens, targets) if row.technique != "context" else ():
             tt.declare_types(x, group="V" if alone else getattr(side, "tokens", "R"))
@@ -124,7 +123,7 @@ def run_typed_step(row: Row, mistake: Callable[[Any], None], group: Any) -> None
         side.optimizer.zero_grad()
         side.step(batch)
         if row.clip:
-            side.clip(row.clip[0])
+            side.clip_gradients(row.clip[0])
         side.optimizer.step()
 
 
@@ -186,7 +185,6 @@ def measure_mistakes(
 
 
 def make_table(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each mistake of the lessons, then for programs that no lesson shows."""
     shown = {one.program for one in MISTAKES}
     rest = [Mistake("", name, name) for name in PROGRAMS if name not in shown]
     rows = [one._asdict() | found.get(one.program, {}) for one in (*MISTAKES, *rest)]

@@ -76,17 +76,16 @@ def bypass_wrapper(side: Side) -> None:
 
 
 def repeat_first_batch(side: Side) -> None:
-    step, batch = side.step, side.row.batch(0)
+    step, batch = side.step, side.row.make_batch(0)
     side.step = lambda _: step(batch)
 
 
 def create_optimizer_first(side: Any) -> None:
     """Create the optimizer first, so that it holds the unsharded parameters."""
-    side.optimizer = side.row.optimizer(side.row.model(side.row.config))
+    side.optimizer = side.row.make_optimizer(side.row.build_model(side.row.config))
 
 
 def forget_state(side: Any) -> None:
-    """Use a new optimizer in the second step."""
     turn = iter(range(10**6))
     side.begin = lambda: side.optimizer.state.clear() if next(turn) == 1 else None
 
@@ -95,7 +94,7 @@ def request_state(side: Side) -> None:
     get_optimizer_state_dict(side.model, side.optimizer)
 
 
-def load_half_older(self: Row, config: Config, right: Any = Row.model) -> nn.Module:
+def load_half_older(self: Row, config: Config, right: Any = Row.build_model) -> nn.Module:
     """Take the second half of each matrix from another step."""
     model = right(self, config)
     with torch.no_grad():
@@ -106,14 +105,12 @@ def load_half_older(self: Row, config: Config, right: Any = Row.model) -> nn.Mod
 
 
 def swap_messages(name: str, stages: int, microbatches: int) -> pipeline.Schedule:
-    """Post the first two receives of stage 1 in the wrong order."""
     found = pipeline.schedule_gpipe(stages, microbatches)
     one, two, *others = found.actions[1]
     return replace(found, explicit_actions=(found.actions[0], (two, one, *others)))
 
 
 def copy_first_shards(side: Any) -> None:
-    """Give all ranks the shard of rank 0."""
     with torch.no_grad():
         for name, p in side.model.named_parameters():
             if side.cuts[name] is not None:
@@ -130,9 +127,8 @@ def initialize_shards(side: Any, own_seed: bool) -> None:
 
 
 def give_own_batches(side: Any) -> None:
-    """Give the ranks of a tensor group different sequences."""
-    right, rank, side.tokens = side.loss, dist.get_rank(), "V"  # the tokens' type
-    side.loss = lambda part: right((part[0].roll(rank, 0), part[1].roll(rank, 0), ()))
+    right, rank, side.tokens = side.compute_loss, dist.get_rank(), "V"  # the tokens' type
+    side.compute_loss = lambda part: right((part[0].roll(rank, 0), part[1].roll(rank, 0), ()))
 
 
 def compute_scaled_loss(logits: Tensor, *more: Any, right: Any = tp.vocab_parallel_loss) -> Tensor:
@@ -152,7 +148,7 @@ def count_all_squares(side: Any) -> None:
         dist.all_reduce(square)
         nn.utils.clip_grads_with_norm_(side.model.parameters(), limit, square.sqrt())
 
-    side.clip = clip_by_wrong_norm
+    side.clip_gradients = clip_by_wrong_norm
 
 
 def patch_average(way: str) -> Any:
@@ -224,7 +220,8 @@ LESSON_PROGRAMS: dict[str, WrongProgram] = {
         DATA, "update ", r"nearest to 0\.7", mistake=request_state
     ),
     "checkpoint: half of the weights are older": WrongProgram(
-        DATA, "weights ", "other weights were loaded", patches=((Row, "model", load_half_older),)
+        DATA, "weights ", "other weights were loaded",
+        patches=((Row, "build_model", load_half_older),),
     ),
     "pipeline: two messages swapped": WrongProgram(
         SWAPPED, "backward head", "every output was right: the loss .*targets",
@@ -281,8 +278,6 @@ PROGRAMS = WRONG | LESSON_PROGRAMS
 
 
 class Mistake(NamedTuple):
-    """Mistake that a lesson shows."""
-
     lesson: str
     quote: str  # text in the section: a heading, the symptom in a table, the name in a cell
     program: str = ""  # key of PROGRAMS

@@ -100,25 +100,21 @@ Change = Callable[[ast.AST], "ast.AST | None"]
 
 
 def parse_expression(text: str) -> ast.AST:
-    """Parse an expression."""
     return ast.parse(text, mode="eval").body
 
 
 def _get_call_name(node: ast.AST) -> str:
-    """Return the name of the called function."""
     function = node.func if isinstance(node, ast.Call) else None
     return getattr(function, "attr", getattr(function, "id", ""))
 
 
 def remove_call(node: ast.AST) -> ast.AST | None:
-    """Remove a call whose result is not used."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         return ast.Pass()
     return None
 
 
 def replace_by_argument(node: ast.AST) -> ast.AST | None:
-    """Replace an operator's result by its argument."""
     simple = isinstance(node, ast.Call) and node.args and len(node.args) + len(node.keywords) > 1
     if simple and isinstance(node.args[0], ast.Name) and _get_call_name(node)[:1].islower():
         return node.args[0]
@@ -135,12 +131,10 @@ def change_factor(node: ast.AST) -> ast.AST | None:
 
 
 def remove_scaling(node: ast.AST) -> ast.AST | None:
-    """Remove x *= y."""
     return ast.Pass() if isinstance(node, ast.AugAssign) else None
 
 
 def swap_sign(node: ast.AST) -> ast.AST | None:
-    """Swap addition and subtraction."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
         other = ast.Sub() if isinstance(node.op, ast.Add) else ast.Add()
         return ast.BinOp(node.left, other, node.right)
@@ -148,7 +142,6 @@ def swap_sign(node: ast.AST) -> ast.AST | None:
 
 
 def swap_mean_and_sum(node: ast.AST) -> ast.AST | None:
-    """Swap mean and sum."""
     other = {"sum": "mean", "mean": "sum", "amax": "mean", "max": "min"}.get(_get_call_name(node))
     if other and isinstance(node.func, ast.Attribute):
         return ast.Call(ast.Attribute(node.func.value, other, ast.Load()), node.args, node.keywords)
@@ -156,21 +149,18 @@ def swap_mean_and_sum(node: ast.AST) -> ast.AST | None:
 
 
 def add_offset(node: ast.AST) -> ast.AST | None:
-    """Add one to a whole number."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return ast.Constant(node.value + 1)
     return None
 
 
 def swap_branches(node: ast.AST) -> ast.AST | None:
-    """Swap the branches."""
     if isinstance(node, ast.If | ast.IfExp):
         return type(node)(ast.UnaryOp(ast.Not(), node.test), node.body, node.orelse)
     return None
 
 
 def change_comparison(node: ast.AST) -> ast.AST | None:
-    """Swap strict and non-strict comparisons."""
     pairs = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq}
     if isinstance(node, ast.Compare) and (other := pairs.get(type(node.ops[0]))):
         return ast.Compare(node.left, [other(), *node.ops[1:]], node.comparators)
@@ -178,7 +168,6 @@ def change_comparison(node: ast.AST) -> ast.AST | None:
 
 
 def replace_rank(node: ast.AST) -> ast.AST | None:
-    """Replace a rank by 0."""
     who = isinstance(node, ast.Name) and node.id in ("rank", "stage")
     return ast.Constant(0) if who and isinstance(node.ctx, ast.Load) else None
 
@@ -192,7 +181,6 @@ def replace_group(node: ast.AST) -> ast.AST | None:
 
 
 def drop_iteration(node: ast.AST) -> ast.AST | None:
-    """Drop the last iteration of a loop."""
     if isinstance(node, ast.For):
         every = parse_expression(f"[*({ast.unparse(node.iter)})][:-1]")
         return ast.For(node.target, every, node.body, node.orelse)
@@ -200,7 +188,6 @@ def drop_iteration(node: ast.AST) -> ast.AST | None:
 
 
 def flip_flag(node: ast.AST) -> ast.AST | None:
-    """Flip a boolean."""
     if isinstance(node, ast.Constant) and isinstance(node.value, bool):
         return ast.Constant(not node.value)
     return None
@@ -256,7 +243,6 @@ def find_functions(name: str) -> dict[str, FunctionType]:
 
 
 def parse_function(function: FunctionType) -> ast.FunctionDef:
-    """Return the syntax tree of a function."""
     lines = Path(function.__code__.co_filename).read_text("utf-8")
     first = function.__code__.co_firstlineno
     for node in ast.walk(ast.parse(lines)):
@@ -291,8 +277,6 @@ def find_sites(name: str, ran: set[tuple[str, int]]) -> Iterator[tuple[str, int,
 
 
 class ReplaceNode(ast.NodeTransformer):
-    """Replacement of one node by another."""
-
     def __init__(self, old: ast.AST, new: ast.AST):
         self.old, self.new = old, new
 
@@ -301,7 +285,6 @@ class ReplaceNode(ast.NodeTransformer):
 
 
 def compile_mutant(mutant: Mutant) -> CodeType:
-    """Return the code object of the mutant's function."""
     function = find_functions(mutant.module)[mutant.function]
     file = function.__code__.co_filename
     whole = ast.parse(Path(file).read_text("utf-8"))
@@ -325,8 +308,6 @@ def _walk_codes(code: CodeType) -> Iterator[CodeType]:
 
 
 class StepRecorder:
-    """Recorder of the gradients and weights of a rank's optimizer in each step."""
-
     def __init__(self, watch: Any):
         self.watch, self.kept = watch, []
 
@@ -360,7 +341,6 @@ def measure_distance(one: list, other: list) -> float:
 
 
 def get_rows(topics: Iterable[str] = CORES) -> dict[tuple[str, int], Any]:
-    """Return the rows by (topic, number)."""
     return {(topic, n): one for topic in topics for n, one in enumerate(ROWS[topic])}
 
 
@@ -424,7 +404,6 @@ def trace_lines(key: tuple[str, int], files: set[str]) -> set[tuple[str, int]]:
 
 
 def get_topic(seed: int) -> str:
-    """Return the topic of a seed's mutant."""
     return [*CORES][seed % len(CORES)]
 
 
@@ -468,8 +447,6 @@ def run_mutant(mutant: Mutant, records: dict) -> list[Result] | str:
 
 @dataclass
 class Verdict:
-    """Outcome of a mutant."""
-
     mutant: Mutant
     kind: str  # "ended", "changes nothing", "told all the same", "found" or "missed"
     words: str  # text of the report

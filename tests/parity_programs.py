@@ -17,8 +17,8 @@ import sides
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from commands import benchmark
-from contract import FLOAT32, SIDES, Row, groups
+from commands import load_bench
+from contract import FLOAT32, SIDES, Row, make_groups
 from sides import Side, plain_loss
 from torch import Tensor, nn
 from torch.distributed import pipelining
@@ -64,17 +64,14 @@ def make_row(technique: str, config: Config, layout: Layout, **more: Any) -> Row
 
 
 def join_batch(row: Row, step: int) -> tuple[Tensor, ...]:
-    """Return a step's whole batch."""
-    parts = [part for copy in row.batch(step) for part in copy]
+    parts = [part for copy in row.make_batch(step) for part in copy]
     return tuple(torch.cat([part[n] for part in parts]) for n in (0, 1))
 
 
 def make_plain_program(row: Row) -> Program:
-    """Return the row's program for one process; the program returns its losses."""
-
     def train(watch: Any) -> list[float]:
-        model, losses = row.model(row.config), []
-        o = row.optimizer(model)
+        model, losses = row.build_model(row.config), []
+        o = row.make_optimizer(model)
         m = row.layout.microbatches if row.layout.pp == 1 else 1
         watch(model, o)
         for step in range(row.steps):
@@ -124,14 +121,14 @@ class GatheredColumns(nn.Module):
 class ColumnSide(Side):
     """Side with one linear layer cut by columns, in an otherwise replicated model."""
 
-    def made(self, model: Any, as_rows: bool = False) -> Any:
+    def wrap_model(self, model: Any, as_rows: bool = False) -> Any:
         ffn = model.blocks[0].ffn
         ffn.up = GatheredColumns(ffn.up, self.groups["tp"], as_rows)
         return model
 
     def step(self, batch: Any) -> Any:
         ((part,),) = batch
-        value = self.loss(part)
+        value = self.compute_loss(part)
         value.backward()
         return {None: value.detach()}
 
@@ -139,11 +136,11 @@ class ColumnSide(Side):
 class DTensorSide(Side):
     """Side of torch's parallelize_module; with copies, FSDP2 over it."""
 
-    def made(self, model: Any, **_: Any) -> Any:
+    def wrap_model(self, model: Any, **_: Any) -> Any:
         layout = self.row.layout
         shape, names = (layout.dp, layout.tp), ("dp", "tp")
         axes = init_device_mesh(ranks.device().type, shape, mesh_dim_names=names)
-        benchmark("tensor_parallel")["by_torch"](model, axes["tp"])
+        load_bench("tensor_parallel")["by_torch"](model, axes["tp"])
         for each in (*model.blocks, model) if layout.dp > 1 else ():
             fully_shard(each, mesh=axes["dp"])
         return model
@@ -151,7 +148,7 @@ class DTensorSide(Side):
     def step(self, batch: Any) -> Any:
         (part,) = batch[self.copy]
         with loss_parallel():
-            self.loss(part).backward()
+            self.compute_loss(part).backward()
 
 
 SCHEDULES = {  # ours -> torch's
@@ -160,9 +157,7 @@ SCHEDULES = {  # ours -> torch's
 
 
 class TorchPipelineSide(Side):
-    """Side of torch's own pipeline."""
-
-    def made(self, model: Any, **_: Any) -> Any:
+    def wrap_model(self, model: Any, **_: Any) -> Any:
         layout, group = self.row.layout, self.groups["pp"]
         route, parts = layout.stage_order, pipeline.split_model(model, layout.pp * layout.chunks)
         mine = [n for n, stage in enumerate(route) if stage == dist.get_rank(group)]
@@ -181,7 +176,6 @@ class TorchPipelineSide(Side):
 
 
 def set_engine_clipping(side: Any) -> None:
-    """Clip within DeepSpeed's step."""
     side.engine._config.gradient_clipping = side.engine.optimizer.clip_grad = side.row.clip[0]
 
 
@@ -197,7 +191,8 @@ def make_parallel_program(row: Row, mistake: Callable[[Side], None] = lambda sid
 
     def train(watch: Any) -> list[float | None]:
         losses = []
-        side = (SIDES | EXTRA_SIDES)[row.technique](row, row.model(row.config), groups(row))
+        model, groups = row.build_model(row.config), make_groups(row)
+        side = (SIDES | EXTRA_SIDES)[row.technique](row, model, groups)
         mistake(side)
         if row.options.get("clips"):
             set_engine_clipping(side)
@@ -206,9 +201,9 @@ def make_parallel_program(row: Row, mistake: Callable[[Side], None] = lambda sid
             side.optimizer.zero_grad()
             torch.manual_seed(step)
             getattr(side, "begin", lambda: None)()
-            losses.append(get_printed_loss(side, side.step(row.batch(step % BATCHES))))
+            losses.append(get_printed_loss(side, side.step(row.make_batch(step % BATCHES))))
             if row.clip and not hasattr(side, "engine"):
-                side.clip(row.clip[step % len(row.clip)])
+                side.clip_gradients(row.clip[step % len(row.clip)])
             side.optimizer.step()
         return losses
 
@@ -216,9 +211,8 @@ def make_parallel_program(row: Row, mistake: Callable[[Side], None] = lambda sid
 
 
 def get_printed_loss(side: Side, found: Any) -> float | None:
-    """Return the loss that this rank knows after a step, or None."""
     value = (found or {}).get(None, (found or {}).get(side.copy))
-    return None if value is None else float(side.joined(value))
+    return None if value is None else float(side.join_loss(value))
 
 
 def compare_cases(cases: dict[Any, tuple[Program, Program, int]]) -> dict[Any, Any]:
@@ -327,8 +321,6 @@ class WrongProgram:
     control: Callable[[Side], None] = lambda side: None  # changes that the right program needs
 
     def build_program(self) -> Program:
-        """Return the wrong program."""
-
         def train(watch: Any) -> Any:
             with ExitStack() as stack:
                 for owner, name, value in self.patches:
@@ -343,7 +335,6 @@ def do_nothing(*_: Any) -> None:
 
 
 def pass_through(x: Tensor, *_: Any) -> Tensor:
-    """Return the tensor without communication."""
     return x
 
 
@@ -420,8 +411,8 @@ def shard_and_shift(x: Tensor, group: Any, layout: str) -> Tensor:
 class IgnoringRow(Row):
     """Row whose last sequences have no targets in their second half."""
 
-    def batch(self, step: int) -> list[list[Any]]:
-        found = super().batch(step)
+    def make_batch(self, step: int) -> list[list[Any]]:
+        found = super().make_batch(step)
         for tokens, targets, _ in found[-1]:
             targets[: len(tokens) // 4 * 3, tokens.shape[1] // 2 :] = -100
         return found
@@ -447,34 +438,32 @@ def scale_gradient(loss: Tensor, factor: float) -> Tensor:
 
 
 def skip_division(side: Any) -> None:
-    side.mean = lambda part, parts: scale_gradient(side.loss(part) / parts, parts)
+    side.compute_mean = lambda part, parts: scale_gradient(side.compute_loss(part) / parts, parts)
 
 
 def halve_loss(side: Any) -> None:
-    side.mean = lambda part, parts: scale_gradient(side.loss(part) / parts, 1 / 2)
+    side.compute_mean = lambda part, parts: scale_gradient(side.compute_loss(part) / parts, 1 / 2)
 
 
 def average_over_targets(side: Any) -> None:
-    """Set the side's loss to the mean over the tokens with a target on all ranks."""
-
     def average(part: Any, parts: int) -> Tensor:
         count = int((part[1] != -100).sum())
-        return dp.joined_mean(side.loss(part, "sum"), count, side.groups["dp"])
+        return dp.joined_mean(side.compute_loss(part, "sum"), count, side.groups["dp"])
 
-    side.mean = average
+    side.compute_mean = average
 
 
 def skip_clipping(side: Side) -> None:
-    side.clip = do_nothing
+    side.clip_gradients = do_nothing
 
 
 def double_clip_limit(side: Side) -> None:
-    clip = side.clip
-    side.clip = lambda limit: clip(2 * limit)
+    clip = side.clip_gradients
+    side.clip_gradients = lambda limit: clip(2 * limit)
 
 
 def clip_locally(side: Side) -> None:
-    side.clip = lambda limit: nn.utils.clip_grad_norm_(side.model.parameters(), limit)
+    side.clip_gradients = lambda limit: nn.utils.clip_grad_norm_(side.model.parameters(), limit)
 
 
 def skip_step_on_rank_1(side: Side) -> None:
@@ -597,7 +586,7 @@ WRONG: dict[str, WrongProgram] = {
         DATA, "forward embedding", "no rank .*ranks 0, 1 hold the same", mistake=use_share_of_rank_0
     ),
     "data: another seed on each rank": WrongProgram(
-        DATA, "weights ", "another seed", patches=((Row, "model", build_with_own_seed),)
+        DATA, "weights ", "another seed", patches=((Row, "build_model", build_with_own_seed),)
     ),
     "data: micro-batches' losses not divided": WrongProgram(
         make_data_row(layout=replace(TWO_COPIES, microbatches=2)), "gradient ",

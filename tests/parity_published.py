@@ -80,8 +80,6 @@ ELSEWHERE = {  # thread -> the program that shows its mistake
 
 @dataclass(frozen=True)
 class PublishedBug:
-    """Published bug."""
-
     ranks: int
     plain: Program
     program: Callable[[Any, bool], None]  # called with watch, and whether to make the mistake
@@ -93,8 +91,6 @@ class PublishedBug:
 def register_bug(
     name: str, ranks: int, plain: Program, place: str, words: str, said: str
 ) -> Callable[[Callable], Callable]:
-    """Add the decorated program to the table."""
-
     def register(program: Callable[[Any, bool], None]) -> Callable[[Any, bool], None]:
         BUGS[name] = PublishedBug(ranks, plain, program, place, words, said)
         return program
@@ -146,19 +142,16 @@ class Sparse(nn.Module):
         return self.head(x + self.mix_experts(x, score))
 
     def mix_experts(self, x: Tensor, score: Tensor) -> Tensor:
-        """Mix the outputs of a token's two experts by its scores."""
         return sum(
             (score * (self.index == int(e))).sum(-1, keepdim=True) * expert(x).tanh()
             for e, expert in self.experts.items()
         )
 
     def count_choices(self) -> Tensor:
-        """Return the number of choices of each expert."""
         return torch.bincount(self.index.flatten(), minlength=EXPERTS).float()
 
 
 def make_tokens(step: int = 0, length: int = LENGTH) -> Tensor:
-    """Return a step's batch."""
     generator = torch.Generator().manual_seed(100 + step)
     return torch.randint(WORDS, (BATCH, length), generator=generator)
 
@@ -173,7 +166,6 @@ def cross_entropy(logits: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
 
 
 def run_backward(model: nn.Module, step: int) -> None:
-    """Run forward and backward of a whole batch."""
     x = make_tokens(step)
     cross_entropy(model(x), make_targets(x)).backward()
 
@@ -212,12 +204,10 @@ def train_sparse(watch: Any) -> None:
 
 
 def take_own_part(x: Tensor, dimension: int = 0) -> Tensor:
-    """Return this rank's part."""
     return x.chunk(dist.get_world_size(), dimension)[dist.get_rank()]
 
 
 def sum_over_ranks(x: Tensor, group: Any = None) -> Tensor:
-    """Sum over ranks, without autograd."""
     x = x.detach().clone()
     dist.all_reduce(x, group=group)
     return x
@@ -232,7 +222,6 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def cut_block(net: Net, row: type = tp.RowLinear, edges: Any = None) -> Net:
-    """Cut the block's two matrices over all ranks."""
     enter, leave = (
         (edges.enter_region, edges.leave_region) if edges else (tp.copy_to, tp.reduce_from)
     )
@@ -292,8 +281,6 @@ def permute_part(watch: Any, wrong: bool) -> None:
 
 
 class FirstStage(nn.Module):
-    """Model without its head."""
-
     def __init__(self, net: Net) -> None:
         super().__init__()
         for name, child in net.named_children():
@@ -313,7 +300,6 @@ class LastStage(nn.Module):
 
 
 def take_stage(net: Net) -> nn.Module:
-    """Return this rank's part of a model of two stages."""
     return (FirstStage, LastStage)[dist.get_rank()](net)
 
 
@@ -325,7 +311,6 @@ def build_schedule(stage: nn.Module, parts: int, over: float = 1.0, scale: bool 
 
 
 def run_schedule(pipe: Any, x: Tensor) -> None:
-    """Run forward and backward of a batch."""
     pipe.step(x) if dist.get_rank() == 0 else pipe.step(target=make_targets(x))
 
 
@@ -486,7 +471,6 @@ MICRO = 4
 
 
 def compute_micro_loss(net: nn.Module, number: int, of: Any = lambda x: x) -> Tensor:
-    """Return the loss of a micro-batch, or of this rank's part of it."""
     x = make_tokens(number)
     return cross_entropy(net(of(x)), of(make_targets(x))) / MICRO
 
@@ -541,8 +525,6 @@ def take_rows(epoch: int, batch: int, rank: int) -> Tensor:
 
 
 def train_second_epoch(watch: Any) -> None:
-    """Train on the third batch of the second epoch."""
-
     def backward(net: Net, step: int) -> None:
         x = torch.cat([take_rows(1, 2 + step, rank) for rank in (0, 1)])
         cross_entropy(net(x), make_targets(x)).backward()

@@ -38,14 +38,13 @@ class RandomRow(Row):
     optimizer_name: str = "AdamW"
     family: str = "GPT"
 
-    def optimizer(self, model: Any) -> torch.optim.Optimizer:
-        """Return an optimizer that steps one tensor after the other."""
+    def make_optimizer(self, model: Any) -> torch.optim.Optimizer:
         kind, options = OPTIMIZERS[self.optimizer_name]
         return kind(model.parameters(), foreach=False, **options)
 
-    def made(self, config: Config | None) -> nn.Module:
-        """Return the course's model, or one of transformers."""
-        return super().made(config) if self.family == "GPT" else Logits(config, self.family)
+    def build_plain_model(self, config: Config | None) -> nn.Module:
+        is_gpt = self.family == "GPT"
+        return super().build_plain_model(config) if is_gpt else Logits(config, self.family)
 
 
 class Logits(nn.Module):
@@ -71,7 +70,6 @@ class Logits(nn.Module):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """Modules that FSDP2 shards one by one."""
         return self.inner.model.layers
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -96,12 +94,10 @@ class Kind:
 
 
 def plan_copies(**more: tuple[Any, ...]) -> Plan:
-    """Return a plan with copies and a draw from each of `more`."""
     return lambda r, n: {"dp": n} | {name: r.choice(values) for name, values in more.items()}
 
 
 def plan_axis(axis: str, **more: tuple[Any, ...]) -> Plan:
-    """Return a plan with one cut along `axis`."""
     return lambda r, n: {axis: n} | {name: r.choice(values) for name, values in more.items()}
 
 
@@ -119,7 +115,6 @@ def plan_pipeline(*names: str, filled: bool = False) -> Plan:
 
 
 def plan_mesh(r: Random, n: int) -> dict[str, Any]:
-    """Draw several cuts at once."""
     pairs = [
         (a, b, n // a // b) for a in range(1, n + 1) for b in range(1, n + 1) if n % (a * b) == 0
     ]
@@ -134,7 +129,6 @@ def plan_mesh(r: Random, n: int) -> dict[str, Any]:
 
 
 def plan_tp_in_copies(zero: tuple[int, ...]) -> Plan:
-    """Return a plan with tensor groups within copies."""
     return lambda r, n: {"dp": n // 2, "tp": 2, "zero": r.choice(zero)}
 
 
@@ -168,7 +162,6 @@ FIELDS = Layout.__dataclass_fields__
 
 
 def draw_row(seed: int) -> RandomRow:
-    """Draw the right program of a seed."""
     r = Random(seed)
     kind = r.choice(DRAWN_FROM)
     plan = {"microbatches": r.choice((1, 2, 3))} if kind.accumulates else {}

@@ -37,24 +37,23 @@ class Collection:
     """Pytest plugin that keeps the collected tests."""
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Store the collected tests."""
         self.items = session.items
 
 
 def is_alone(item: pytest.Item) -> bool:
-    """Return True if a test measures time."""
     return item.get_closest_marker("alone") is not None
 
 
-def call(command: list[str], environment: dict[str, str]) -> int:
+def run_program(command: list[str], environment: dict[str, str]) -> int:
     """Run a program; return its exit status. An interrupt ends all that it has started."""
     if INTERACTIVE & {*command}:
         return subprocess.run(command, cwd=ROOT, env=environment).returncode
     return child.run(command, None, None, None, ROOT, environment, patience=0)
 
 
-def run(phase: str, arguments: list[str], processes: int) -> tuple[int, list[ElementTree.Element]]:
-    """Run one phase; return pytest's exit status and its test cases."""
+def run_phase(
+    phase: str, arguments: list[str], processes: int
+) -> tuple[int, list[ElementTree.Element]]:
     report = REPORTS / f"{phase}.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", f"--phase={phase}", f"--junitxml={report}"]
@@ -63,7 +62,7 @@ def run(phase: str, arguments: list[str], processes: int) -> tuple[int, list[Ele
         command += [f"-n{processes}", "--dist=loadfile", "--timeout-method=thread"]
         # Beside other tests a second OpenMP thread spins for its core, and takes ten times as long.
         environment["OMP_NUM_THREADS"] = "1"
-    status = call([*command, *arguments], environment)
+    status = run_program([*command, *arguments], environment)
     return status, list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
 
 
@@ -77,14 +76,14 @@ def main(arguments: list[str]) -> int:
         return status
     if any("site" in item.fixturenames for item in collection.items):
         plain = {name: v for name, v in os.environ.items() if not name.startswith("BOOK_")}
-        if status := call(["make", "book"], plain):
+        if status := run_program(["make", "book"], plain):
             return status
     REPORTS.mkdir(parents=True, exist_ok=True)
     several = 1 if INTERACTIVE & {*arguments} else 1 + (os.cpu_count() or 1)
     number, status, cases = Counter(map(is_alone, collection.items)), 0, []
     for phase, processes in (("beside", min(several, number[False])), ("alone", 1)):
         if number[phase == "alone"] and not (status and "-x" in arguments):
-            ended, found = run(phase, arguments, processes)
+            ended, found = run_phase(phase, arguments, processes)
             status, cases = max(status, ended), cases + found
     cases.sort(key=lambda case: -float(case.get("time")))
     lines = (f"{float(c.get('time')):8.2f} {c.get('classname')}::{c.get('name')}" for c in cases)

@@ -26,11 +26,11 @@ from shardlab import tensor_parallel as tp
 from shardlab.gpt.model import GPT, IGNORED, loss
 from shardlab.layout import list_params
 
-SMALL = {"bucket_bytes": 600, "first_bytes": 500}  # several buckets for models of a few kB
+SMALL_BUCKETS = {"bucket_bytes": 600, "first_bytes": 500}  # several buckets for models of a few kB
 Part = tuple[Tensor, Tensor, tuple[Any, ...]]  # tokens, targets, further inputs of the model
 
 
-class Toy(nn.Module):
+class ToyModel(nn.Module):
     """Model with all special cases: tied, frozen, buffer, branches that a rank may not use."""
 
     def __init__(self) -> None:
@@ -61,24 +61,22 @@ def plain_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tens
     return loss(logits, targets, reduction)
 
 
-def counted(part: Part) -> int:
-    """Return the number of targets in a micro-batch that are not ignored."""
+def count_targets(part: Part) -> int:
     return int((part[1] != IGNORED).sum())
 
 
-def optimizer(model: Any, lr: float = 1e-2) -> torch.optim.AdamW:
+def make_optimizer(model: Any, lr: float = 1e-2) -> torch.optim.AdamW:
     """Return AdamW with a visible decay; it steps tensors one by one, for one order of sums."""
     return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1, foreach=False)
 
 
-def recomputed(model: GPT) -> GPT:
-    """Recompute each block in backward."""
+def wrap_recompute(model: GPT) -> GPT:
     for block in model.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     return model
 
 
-def cut(side: Any, name: str, whole: Tensor) -> Tensor:
+def take_tensor_part(side: Any, name: str, whole: Tensor) -> Tensor:
     """Return this rank's part of a tensor-parallel model's tensor; a tied head is `embedding`."""
     dimension, group = side.cuts.get(name, 0 if side.cuts else None), side.groups["tp"]
     if dimension is None:
@@ -91,40 +89,39 @@ def cut(side: Any, name: str, whole: Tensor) -> Tensor:
 class Side:
     """One process that runs the micro-batches of all copies, copy by copy."""
 
-    answers = True  # the trained model can be called
+    has_output = True  # the trained model can be called
 
     @staticmethod
-    def imported() -> None:
+    def import_library() -> None:
         """Import slow modules before ranks are forked."""
 
     def __init__(self, row: Any, model: nn.Module, groups: dict[str, dist.ProcessGroup]):
         self.row, self.groups, self.options = row, groups, dict(row.options)
         self.plain = model
-        self.model = self.made(model, **self.options)
-        self.optimizer = row.optimizer(self.model)
+        self.model = self.wrap_model(model, **self.options)
+        self.optimizer = row.make_optimizer(self.model)
         place = {axis: dist.get_rank(group) for axis, group in groups.items()}
         self.copy = place["dp"]
 
-    def made(self, model: Any, **_: Any) -> Any:
+    def wrap_model(self, model: Any, **_: Any) -> Any:
         return model
 
-    def loss(self, part: Part, reduction: str = "mean") -> Tensor:
+    def compute_loss(self, part: Part, reduction: str = "mean") -> Tensor:
         tokens, targets, more = part
         return plain_loss(self.model(tokens, *more), targets, reduction)
 
-    def watched(self) -> AbstractContextManager[list[Any]]:
-        """Return a recorder of the routing to experts, if the row balances them."""
+    def watch_routers(self) -> AbstractContextManager[list[Any]]:
         return experts.record_routing(self.model) if self.row.balanced else nullcontext([])
 
     def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
-        total, found, whole = sum(counted(part) for copy in batch for part in copy), {}, 0.0
-        with self.watched() as routed:
+        total, found, whole = sum(count_targets(part) for copy in batch for part in copy), {}, 0.0
+        with self.watch_routers() as routed:
             for number, copy in enumerate(batch):
                 found[number] = torch.zeros(())
                 for part in copy:
-                    if not counted(part):
+                    if not count_targets(part):
                         continue
-                    value, weight = self.loss(part), counted(part) / total
+                    value, weight = self.compute_loss(part), count_targets(part) / total
                     if self.row.balanced:
                         whole = whole + value * weight
                     else:
@@ -135,77 +132,78 @@ class Side:
             experts.update_bias(routed, 0.01)
         return found | {None: sum(found.values()) / len(batch)}
 
-    def named(self) -> dict[str, nn.Parameter]:
+    def get_parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.plain.named_parameters(remove_duplicate=False))
 
-    def gradients(self) -> dict[str, Tensor | None] | None:
-        return {name: parameter.grad for name, parameter in self.named().items()}
+    def get_gradients(self) -> dict[str, Tensor | None] | None:
+        return {name: parameter.grad for name, parameter in self.get_parameters().items()}
 
-    def part(self, name: str, whole: Tensor) -> Tensor:
+    def take_part(self, name: str, whole: Tensor) -> Tensor:
         return whole
 
-    def clip(self, limit: float) -> Tensor:
+    def clip_gradients(self, limit: float) -> Tensor:
         return nn.utils.clip_grad_norm_(self.plain.parameters(), limit)
 
-    def weights(self) -> dict[str, Tensor]:
+    def get_weights(self) -> dict[str, Tensor]:
         return self.plain.state_dict()
 
-    def load(self, weights: dict[str, Tensor]) -> None:
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
         self.plain.load_state_dict(weights)
 
-    def joined(self, value: Tensor) -> Tensor:
+    def join_loss(self, value: Tensor) -> Tensor:
         """Return the whole batch's loss from a step's loss under None."""
         return value
 
-    def output(self, part: Part) -> Tensor:
+    def compute_output(self, part: Part) -> Tensor:
         """Return the trained model's complete output for a micro-batch."""
         return self.model(part[0], *part[2])
 
 
-class Data(Side):
+class DataSide(Side):
     """Data parallelism: by hooks, or by the two plain ways; torch's DDP has the same interface."""
 
-    def made(self, model: Any, way: str = "hooks", **options: Any) -> Any:
+    def wrap_model(self, model: Any, way: str = "hooks", **options: Any) -> Any:
         self.way = way
         if way == "hooks":
-            return dp.DataParallel(model, self.groups["dp"], **(SMALL | options))
+            return dp.DataParallel(model, self.groups["dp"], **(SMALL_BUCKETS | options))
         return model
 
-    def quiet(self) -> AbstractContextManager[None]:
+    def skip_sync(self) -> AbstractContextManager[None]:
         return self.model.no_sync() if self.way == "hooks" else nullcontext()
 
-    def mean(self, part: Part, parts: int) -> Tensor:
+    def compute_mean(self, part: Part, parts: int) -> Tensor:
         if len(set(self.row.sizes)) == 1 and not self.row.ignored:
-            return self.loss(part) / parts
-        return dp.joined_mean(self.loss(part, "sum"), counted(part), self.groups["dp"])
+            return self.compute_loss(part) / parts
+        total = self.compute_loss(part, "sum")
+        return dp.joined_mean(total, count_targets(part), self.groups["dp"])
 
     def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
         parts, values = batch[self.copy], []
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
-            with nullcontext() if last else self.quiet():
-                mine = self.mean(part, len(parts))
+            with nullcontext() if last else self.skip_sync():
+                mine = self.compute_mean(part, len(parts))
                 mine.backward()
             values.append(mine.detach())
         if self.way == "parameters":
             dp.average_gradients(self.model, self.groups["dp"])
         if self.way == "buckets":
-            dealt = dp.assign_buckets(self.model.parameters(), *SMALL.values())
+            dealt = dp.assign_buckets(self.model.parameters(), *SMALL_BUCKETS.values())
             dp.average_in_buckets([dp.Bucket(each, self.groups["dp"]) for each in dealt])
         return {self.copy: sum(values[1:], values[0])}
 
-    def gradients(self) -> dict[str, Tensor | None]:
-        found = super().gradients()
+    def get_gradients(self) -> dict[str, Tensor | None]:
+        found = super().get_gradients()
         if self.way == "parameters":  # zeros for parameters that no rank used
             found = {name: g if g is not None and g.any() else None for name, g in found.items()}
         return found
 
-    def weights(self) -> dict[str, Tensor]:
+    def get_weights(self) -> dict[str, Tensor]:
         assert dp.drift(self.model, self.groups["dp"]) == 0.0
-        return super().weights()
+        return super().get_weights()
 
 
-def whole_gradients(model: Any, group: dist.ProcessGroup) -> dict[str, Tensor]:
+def gather_gradients(model: Any, group: dist.ProcessGroup) -> dict[str, Tensor]:
     """Gather a ZeRO model's gradients from the pieces of all ranks; zeros where there are none."""
     found = {}
     for flat in model.flats:
@@ -219,19 +217,19 @@ def whole_gradients(model: Any, group: dist.ProcessGroup) -> dict[str, Tensor]:
     return found
 
 
-class Zero(Data):
+class ZeroSide(DataSide):
     """ZeRO in its three stages, in several buckets or units."""
 
-    def made(self, model: Any, **options: Any) -> Any:
+    def wrap_model(self, model: Any, **options: Any) -> Any:
         self.way, self.stage = "hooks", self.row.layout.zero
         if self.stage < 3:
-            options = SMALL | options
-        elif isinstance(model, Toy):
+            options = SMALL_BUCKETS | options
+        elif isinstance(model, ToyModel):
             # Unused parameters cannot be a unit of their own: `left` and `right` are in the rest.
             options = {"units": [model.frozen]} | options
         return zero.shard(model, self.groups["dp"], self.stage, **options)
 
-    def quiet(self) -> AbstractContextManager[None]:
+    def skip_sync(self) -> AbstractContextManager[None]:
         late = self.options.get("late")
         return self.model.no_sync() if self.stage == 1 and not late else nullcontext()
 
@@ -242,38 +240,38 @@ class Zero(Data):
             self.model.reduce()
         return found
 
-    def gradients(self) -> dict[str, Tensor | None]:
+    def get_gradients(self) -> dict[str, Tensor | None]:
         pieces, found = dict(self.model.named_parameters()), {}
-        for name, tensor in whole_gradients(self.model, self.groups["dp"]).items():
+        for name, tensor in gather_gradients(self.model, self.groups["dp"]).items():
             made_up = pieces[name].grad is None and not tensor.any()
             found[name] = None if made_up else tensor
         return found
 
-    def clip(self, limit: float) -> Tensor:
+    def clip_gradients(self, limit: float) -> Tensor:
         return self.model.clip_grad_norm_(limit)
 
-    def weights(self) -> dict[str, Tensor]:
+    def get_weights(self) -> dict[str, Tensor]:
         return self.model.full_state_dict()
 
-    def load(self, weights: dict[str, Tensor]) -> None:
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
         self.model.load_full_state_dict(weights)
 
 
-class Masters(Side):
+class MasterWeightsSide(Side):
     """One process that computes in 16 bits and keeps float32 master weights."""
 
-    def made(self, model: Any, compute_dtype: torch.dtype, **_: Any) -> Any:
+    def wrap_model(self, model: Any, compute_dtype: torch.dtype, **_: Any) -> Any:
         self.narrow = GPT(model.config).to(ranks.device(), compute_dtype)
-        self.follow(model)
+        self.copy_weights(model)
         return model
 
     @torch.no_grad()
-    def follow(self, model: nn.Module) -> None:
+    def copy_weights(self, model: nn.Module) -> None:
         for wide, thin in zip(model.parameters(), self.narrow.parameters(), strict=True):
             thin.copy_(wide)
 
     def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
-        self.follow(self.model)
+        self.copy_weights(self.model)
         found = {}
         for number, ((tokens, targets, _),) in enumerate(batch):
             self.narrow.zero_grad()
@@ -285,17 +283,17 @@ class Masters(Side):
                 wide.grad = share if wide.grad is None else wide.grad + share
         return found
 
-    def output(self, part: Part) -> Tensor:
-        self.follow(self.model)
+    def compute_output(self, part: Part) -> Tensor:
+        self.copy_weights(self.model)
         return self.narrow(part[0])
 
 
-class Pipeline(Side):
+class PipelineSide(Side):
     """Model cut by layers; with more than one copy, replicas of the pipeline."""
 
-    answers = False
+    has_output = False
 
-    def made(self, model: Any, **options: Any) -> Any:
+    def wrap_model(self, model: Any, **options: Any) -> Any:
         layout = self.row.layout
         schedule = pipeline.make_schedule(layout.schedule, layout.pp, layout.microbatches)
         if layout.dp > 1:
@@ -318,20 +316,20 @@ class Pipeline(Side):
         assert (value is not None) == self.last
         return {} if value is None else {self.copy: value}
 
-    def named(self) -> dict[str, nn.Parameter]:
+    def get_parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.model.named_parameters())
 
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        return cut(self, name, whole)
+    def take_part(self, name: str, whole: Tensor) -> Tensor:
+        return take_tensor_part(self, name, whole)
 
-    def weights(self) -> dict[str, Tensor] | None:
+    def get_weights(self) -> dict[str, Tensor] | None:
         return None if self.cuts else self.model.full_state_dict()
 
 
-class Tensors(Side):
+class TensorSide(Side):
     """Tensor and sequence parallelism; alone, in copies, or on cut contexts."""
 
-    def made(self, model: Any, **options: Any) -> Any:
+    def wrap_model(self, model: Any, **options: Any) -> Any:
         layout, self.group = self.row.layout, self.groups["tp"]
         self.keep = options.pop("keep", False)
         if layout.sequence_parallel:
@@ -340,40 +338,40 @@ class Tensors(Side):
             options = {"edges": tp.Edges(tp.copy_to, tp.reduce_from)}
         model = tp.parallelize(model, self.group, **options)
         self.cuts = tp.get_shard_dims(model)
-        return recomputed(model) if layout.recompute == "full" else model
+        return wrap_recompute(model) if layout.recompute == "full" else model
 
-    def loss(self, part: Part, reduction: str = "mean") -> Tensor:
+    def compute_loss(self, part: Part, reduction: str = "mean") -> Tensor:
         return tp.vocab_parallel_loss(self.model(part[0]), part[1], self.group, reduction)
 
     def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
         ((part,),) = batch
-        value = self.loss(part)
+        value = self.compute_loss(part)
         value.backward()
         if self.row.layout.sequence_parallel:
             sp.sum_gradients(self.model, self.group)
         return {None: value.detach()}
 
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        return cut(self, name, whole)
+    def take_part(self, name: str, whole: Tensor) -> Tensor:
+        return take_tensor_part(self, name, whole)
 
-    def clip(self, limit: float) -> Tensor:
+    def clip_gradients(self, limit: float) -> Tensor:
         return tp.clip_grad_norm_(self.model, limit)
 
-    def weights(self) -> dict[str, Tensor]:
+    def get_weights(self) -> dict[str, Tensor]:
         return tp.full_state_dict(self.model)
 
-    def load(self, weights: dict[str, Tensor]) -> None:
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
         tp.load_full_state_dict(self.model, weights)
 
-    def output(self, part: Part) -> Tensor:
+    def compute_output(self, part: Part) -> Tensor:
         return tp.gather_last(self.model(part[0]), self.group)
 
 
-class TensorsInCopies(Tensors):
+class TensorInCopiesSide(TensorSide):
     """Tensor parallelism within data parallelism, or within ZeRO."""
 
-    def made(self, model: Any, **options: Any) -> Any:
-        model, stage = super().made(model, **options), self.row.layout.zero
+    def wrap_model(self, model: Any, **options: Any) -> Any:
+        model, stage = super().wrap_model(model, **options), self.row.layout.zero
         if stage:
             return zero.shard(model, self.groups["dp"], stage)
         return dp.DataParallel(model, self.groups["dp"])
@@ -381,23 +379,23 @@ class TensorsInCopies(Tensors):
     def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
         return {self.copy: super().step([batch[self.copy]])[None]}
 
-    def gradients(self) -> dict[str, Tensor | None] | None:
-        return None if self.row.layout.zero else super().gradients()
+    def get_gradients(self) -> dict[str, Tensor | None] | None:
+        return None if self.row.layout.zero else super().get_gradients()
 
-    def weights(self) -> None:
+    def get_weights(self) -> None:
         return None
 
 
-class Context(Side):
+class ContextSide(Side):
     """Sequence cut over ranks; with tensor parallelism, the model's heads are cut too."""
 
-    def made(self, model: Any, way: str, layout: str) -> Any:
+    def wrap_model(self, model: Any, way: str, layout: str) -> Any:
         self.layout, self.group, self.cuts = layout, self.groups["cp"], {}
         if self.row.layout.tp > 1:
             model = tp.parallelize(model, self.groups["tp"])
             self.cuts = tp.get_shard_dims(model)
         model = cp.distribute_model(model, self.group, way, layout)
-        return recomputed(model) if self.row.layout.recompute == "full" else model
+        return wrap_recompute(model) if self.row.layout.recompute == "full" else model
 
     def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
         (((tokens, targets, _),),) = batch
@@ -407,33 +405,33 @@ class Context(Side):
             value = tp.vocab_parallel_loss(logits, targets, self.groups["tp"])
         elif self.row.ignored:
             part = logits, targets, ()
-            value = dp.joined_mean(plain_loss(*part[:2], "sum"), counted(part), self.group)
+            value = dp.joined_mean(plain_loss(*part[:2], "sum"), count_targets(part), self.group)
         else:
             value = loss(logits, targets)
         value.backward()
         cp.average_gradients(self.model, self.group)
         return {None: value.detach()}
 
-    def joined(self, value: Tensor) -> Tensor:
+    def join_loss(self, value: Tensor) -> Tensor:
         return torch.tensor(cp.average_scalar(value, self.group), dtype=value.dtype)
 
-    def weights(self) -> dict[str, Tensor] | None:
-        return None if self.cuts else super().weights()
+    def get_weights(self) -> dict[str, Tensor] | None:
+        return None if self.cuts else super().get_weights()
 
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        return cut(self, name, whole)
+    def take_part(self, name: str, whole: Tensor) -> Tensor:
+        return take_tensor_part(self, name, whole)
 
-    def output(self, part: Part) -> Tensor:
+    def compute_output(self, part: Part) -> Tensor:
         logits = self.model(cp.shard_tokens(part[0], self.group, self.layout))
         if self.cuts:
             logits = tp.gather_last(logits, self.groups["tp"])
         return cp.gather_seq(logits, self.group, self.layout)
 
 
-class Experts(Data):
+class ExpertSide(DataSide):
     """Experts distributed over the copies, or over each pair; with tensor parallelism, too."""
 
-    def made(self, model: Any) -> Any:
+    def wrap_model(self, model: Any) -> Any:
         layout, world = self.row.layout, self.groups["dp"]
         self.way, self.group, self.copies, self.cuts = "experts", world, None, {}
         if layout.ep < layout.dp:
@@ -445,7 +443,7 @@ class Experts(Data):
             self.cuts = tp.get_shard_dims(model)
         return experts.parallelize(model, self.group)
 
-    def loss(self, part: Part, reduction: str = "mean") -> Tensor:
+    def compute_loss(self, part: Part, reduction: str = "mean") -> Tensor:
         logits = self.model(part[0])
         if self.cuts:
             return tp.vocab_parallel_loss(logits, part[1], self.groups["tp"])
@@ -453,8 +451,8 @@ class Experts(Data):
 
     def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
         (part,), world = batch[self.copy], self.groups["dp"]
-        with self.watched() as routed:
-            value = self.loss(part)
+        with self.watch_routers() as routed:
+            value = self.compute_loss(part)
         balance = 0.1 * experts.balancing_loss(routed, world) if routed else 0.0
         (value + balance).backward()
         experts.average_gradients(self.model, world, self.copies)
@@ -462,29 +460,27 @@ class Experts(Data):
             experts.update_bias(routed, 0.01, world)
         return {self.copy: value.detach()}
 
-    def output(self, part: Part) -> Tensor:
+    def compute_output(self, part: Part) -> Tensor:
         logits = self.model(part[0])
         return tp.gather_last(logits, self.groups["tp"]) if self.cuts else logits
 
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        return cut(self, name, whole)
+    def take_part(self, name: str, whole: Tensor) -> Tensor:
+        return take_tensor_part(self, name, whole)
 
-    def clip(self, limit: float) -> Tensor:
+    def clip_gradients(self, limit: float) -> Tensor:
         return experts.clip_grad_norm_(self.model, limit)
 
-    def weights(self) -> dict[str, Tensor] | None:
+    def get_weights(self) -> dict[str, Tensor] | None:
         return None if self.cuts else experts.full_state_dict(self.model)
 
-    def load(self, weights: dict[str, Tensor]) -> None:
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
         experts.load_full_state_dict(self.model, weights)
 
 
-class Meshed(Side):
-    """Several cuts at once."""
+class MeshSide(Side):
+    has_output = False
 
-    answers = False
-
-    def made(self, model: Any, **options: Any) -> Any:
+    def wrap_model(self, model: Any, **options: Any) -> Any:
         groups = mesh.create_groups(self.row.layout, dist.group.WORLD)
         return mesh.Parallel(model, groups, self.row.layout, **options)
 
@@ -492,14 +488,14 @@ class Meshed(Side):
         mine = batch[self.copy]
         return {None: self.model.step(*(torch.cat([part[n] for part in mine]) for n in (0, 1)))}
 
-    def gradients(self) -> dict[str, Tensor | None]:
+    def get_gradients(self) -> dict[str, Tensor | None]:
         return mesh.gather_model_tensors(self.model, lambda piece: piece.grad)
 
-    def clip(self, limit: float) -> Tensor:
+    def clip_gradients(self, limit: float) -> Tensor:
         return self.model.clip_grad_norm_(limit)
 
-    def weights(self) -> dict[str, Tensor]:
+    def get_weights(self) -> dict[str, Tensor]:
         return self.model.full_state_dict()
 
-    def load(self, weights: dict[str, Tensor]) -> None:
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Do nothing: a mesh loads only checkpoints."""

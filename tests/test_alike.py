@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from devices import here
+from devices import to_device
 from torch import nn
 
 from shardlab import context_parallel as cp
@@ -22,12 +22,12 @@ SPARSE = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32, experts=4, exper
 
 def gpt(config=DENSE, dtype=torch.float32):
     torch.manual_seed(0)
-    return here(GPT(config)).to(dtype)
+    return to_device(GPT(config)).to(dtype)
 
 
 def batch():
     torch.manual_seed(1)
-    tokens = here(torch.randint(64, (4, 17)))
+    tokens = to_device(torch.randint(64, (4, 17)))
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -272,7 +272,7 @@ def test_a_norm_of_16_bit_gradients_is_not_rounded_to_16_bits():
 
 
 def attend(function, layout="zigzag", causal=True):
-    x = here(torch.ones(1, 6, 4, 8))
+    x = to_device(torch.ones(1, 6, 4, 8))
     return lambda group, x=x: function(x, x, x, group, causal, layout)
 
 
@@ -281,7 +281,7 @@ def clipped(limit):
 
 
 def summed(reduction):
-    logits, targets = here(torch.ones(1, 3, 4)), here(torch.zeros(1, 3, dtype=torch.int64))
+    logits, targets = to_device((torch.ones(1, 3, 4), torch.zeros(1, 3, dtype=torch.int64)))
     return lambda group: tp.vocab_parallel_loss(logits, targets, group, reduction)
 
 

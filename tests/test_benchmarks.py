@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import benchmark
+from commands import load_bench
 from timing import timing_claims
 
 from shardlab import pipeline
@@ -84,7 +84,7 @@ def test_zero():
 def test_pipeline():
     found, printed = rows("pipeline", ["slow"])
     names = [row["case"].split(":")[0] for row in found]
-    theirs = benchmark("pipeline")["THEIRS"]
+    theirs = load_bench("pipeline")["THEIRS"]
     assert names == list(theirs)
     for name, row in zip(names, found, strict=True):
         assert row["against"] == f"torch {theirs[name]}"
@@ -138,7 +138,7 @@ def test_train():
 
 def test_bad_arguments_are_refused_in_one_line(capsys):
     with pytest.raises(SystemExit) as left:
-        benchmark("zero")["main"](["--ranks", "0"])  # side_by_side parses them, for all benchmarks
+        load_bench("zero")["main"](["--ranks", "0"])  # side_by_side parses them, for all benchmarks
     assert left.value.code == 2
     assert "--ranks" in capsys.readouterr().err.splitlines()[-1]
 

@@ -199,7 +199,7 @@ def small(tmp_path_factory):
         "from shardlab.first import answer\n```",
         f"from shardlab.first import answer\n```\n\n```{{code-cell}} ipython3\n{source}\n```",
     )
-    book.built()
+    book.build_checked()
     return book
 
 
@@ -209,7 +209,7 @@ def test_small_book_is_sound(small):
 
 
 def test_pictures_stand_in_the_page(small):
-    page = small.page()
+    page = small.read_page()
     assert '<svg xmlns="http://www.w3.org/2000/svg" viewbox="0 0 4 2" role="img" ' in page
     assert 'aria-label="Two boxes"' in page
     assert '<g id="svg0-box">' in page
@@ -218,23 +218,23 @@ def test_pictures_stand_in_the_page(small):
 
 
 def test_links_to_code_lead_to_its_page(small):
-    assert 'href="../code/shardlab/first.html#L4"' in small.page()  # from an output
+    assert 'href="../code/shardlab/first.html#L4"' in small.read_page()  # from an output
     assert re.search(
-        r'href="\.\./code/shardlab/first\.html"[^>]*><span[^>]*>the code', small.page()
+        r'href="\.\./code/shardlab/first\.html"[^>]*><span[^>]*>the code', small.read_page()
     )
-    assert '<span id="L4">' in small.page("code/shardlab/first")
+    assert '<span id="L4">' in small.read_page("code/shardlab/first")
 
 
 def test_buttons_need_a_repository(small):
     words = ("mybinder.org", "colab.research.google.com", "Suggest edit", "/edit/main/")
     words += ("Report a number",)
-    assert not any(word in small.page() for word in words)
+    assert not any(word in small.read_page() for word in words)
     with_address = Book.__new__(Book)
     with_address.root, with_address.log = small.root, ""
     address = "https://github.com/some-owner/some-name"
-    with_address.built(BOOK_REPOSITORY=address, BOOK_BRANCH="trunk")
-    assert with_address.executed == []
-    page = with_address.page()
+    with_address.build_checked(BOOK_REPOSITORY=address, BOOK_BRANCH="trunk")
+    assert with_address.executed_lessons == []
+    page = with_address.read_page()
     assert f"{address}/edit/trunk/lessons/small.md" in page
     assert f"{address}/issues/new?title=A+number+of+lessons%2Fsmall&amp;body=Page" in page
     assert "mybinder.org/v2/gh/some-owner/some-name/trunk?urlpath=lab%2Ftree%2Flab" in page
@@ -250,5 +250,5 @@ def test_address_that_is_none_is_refused(small):
 
 def test_changed_style_sheet_is_copied(small):
     small.write("book/static/course.css", "p { color: red }\n")
-    small.built()
+    small.build_checked()
     assert (small.root / "_build/html/_static/course.css").read_text() == "p { color: red }\n"

@@ -150,7 +150,7 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Book:
 
 
 def test_form_shows_its_command_without_javascript(book: Book) -> None:
-    forms = re.findall(r'<form class="calculator".*?</form>', book.page("book/index"), re.DOTALL)
+    forms = re.findall(r'<form class="calculator".*?</form>', book.read_page("book/index"), re.S)
     assert len(forms) == 4
     lines = [re.search(r'calculator-command">(.*?)</pre>', form) for form in forms]
     assert lines[0][1] == "python -m shardlab memory --model gpt-2 --dp 8 --zero 1"
@@ -163,10 +163,10 @@ def test_form_shows_its_command_without_javascript(book: Book) -> None:
 
 
 def test_pages_without_a_calculator_load_nothing_for_one(book: Book) -> None:
-    page = book.page("book/index")
+    page = book.read_page("book/index")
     assert re.search(r'<script [^>]*data-python="python/python\.js\?v=\w{8}"', page)
     assert "python.js" not in re.sub(r"data-python=\S*", "", page), "Python waits until asked for"
-    assert "calculator" not in book.page()
+    assert "calculator" not in book.read_page()
 
 
 def test_python_is_half_a_megabyte_and_holds_the_course_as_it_is(book: Book) -> None:

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from devices import here
+from devices import to_device
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -61,7 +61,7 @@ def shard_over_all(model):
 def build_run(kind="sharded", dtype=torch.float32, dropout=0.0, frozen=False):
     """Build a small GPT with AdamW and a schedule; `kind`: how ranks share the model."""
     torch.manual_seed(0)
-    model = here(GPT(replace(PRESETS["nano"], dropout=dropout))).to(dtype)
+    model = to_device(GPT(replace(PRESETS["nano"], dropout=dropout))).to(dtype)
     model.embedding.weight.requires_grad_(not frozen)
     if kind == "sharded":
         shard_over_all(model)
@@ -84,7 +84,7 @@ def train_steps(training, steps):
     rank, size = dist.get_rank(), dist.get_world_size()
     share, losses = BATCH // size, []
     for _ in range(steps):
-        tokens, targets = here(text.get_batch(32, share, start=training.samples + rank * share))
+        tokens, targets = to_device(text.get_batch(32, share, start=training.samples + rank * share))
         training.optimizer.zero_grad()
         value = loss(training.model(tokens), targets)
         value.backward()
@@ -333,11 +333,11 @@ def test_a_plain_process_reads_the_exported_model_and_a_failed_export_leaves_it(
 
 def build_small_run(value=0.0, sharded=False):
     """Return a training run with every tensor filled with `value`."""
-    model = here(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)))
+    model = to_device(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)))
     if sharded:
         shard_over_all(model)
     optimizer = torch.optim.AdamW(model.parameters())
-    model(here(torch.ones(1, 64))).sum().backward()
+    model(to_device(torch.ones(1, 64))).sum().backward()
     optimizer.step()
     training = Training(model, optimizer)
     fill_tensors(training, value)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from devices import here
+from devices import to_device
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
@@ -354,7 +354,7 @@ def handed_over(config, old, new):
     models = []
     for seed, layout in enumerate((old, new)):
         torch.manual_seed(seed)
-        models.append(Parallel(here(GPT(config)), create_groups(layout, group), layout))
+        models.append(Parallel(to_device(GPT(config)), create_groups(layout, group), layout))
     parts = [[predict_pieces(config, of, r) for r in range(4)] for of in (old, new)]
     for model, each in zip(models, parts, strict=True):
         assert sorted((piece.name, piece.box) for piece in list_pieces(model)) == sorted(each[rank])
@@ -375,7 +375,7 @@ def trainer_and_generator():
     """Hand weights from ranks 0 to 3 (tp 4) to ranks 4 and 5 (tp 2, bfloat16)."""
     group, rank, config = dist.group.WORLD, dist.get_rank(), FOUR["tied"]
     torch.manual_seed(rank > 3)
-    model = here(GPT(config))
+    model = to_device(GPT(config))
     plain = {name: value.clone() for name, value in model.state_dict().items()}
     two = dist.new_group([4, 5]), dist.new_group([0, 1, 2, 3])
     model = parallelize(model if rank < 4 else model.bfloat16(), two[rank < 4])

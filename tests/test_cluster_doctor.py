@@ -24,8 +24,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from commands import ran
-from forked import forked
+from commands import run_main
+from forked import run_forked
 from hypothesis import given
 from hypothesis import strategies as st
 from timing import timing_claims
@@ -53,7 +53,7 @@ def no_launcher(monkeypatch):
 def consult(capsys, path, *options):
     """Run the doctor here; return its report, its states by check, and the exit status."""
     options = ("--folder", str(path), *CPU, "--json", *options)
-    status, out, err = ran(capsys, "doctor", *options)
+    status, out, err = run_main(capsys, "doctor", *options)
     assert out, err
     return report(out), status
 
@@ -84,7 +84,7 @@ def plant(monkeypatch, fault):
 
 
 @pytest.mark.alone
-def test_nothing_is_bad_on_a_good_machine_and_nothing_is_left(capsys, tmp_path, leaves_nothing):
+def test_nothing_is_bad_on_a_good_machine_and_nothing_is_left(capsys, tmp_path, no_leftovers):
     begin = time.monotonic()
     found, status = consult(capsys, tmp_path, "--ranks", "4")
     with timing_claims():
@@ -96,7 +96,7 @@ def test_nothing_is_bad_on_a_good_machine_and_nothing_is_left(capsys, tmp_path, 
     ]
     assert all(0 < link["latency"] < 0.1 and link["bandwidth"] > 1e6 for link in links)
     assert not list(tmp_path.iterdir())
-    status, out, _ = ran(capsys, "doctor", "--folder", str(tmp_path), *CPU, "--pairs")
+    status, out, _ = run_main(capsys, "doctor", "--folder", str(tmp_path), *CPU, "--pairs")
     assert all(row["check"] in out for row in found["rows"])
     assert out.splitlines()[-1].startswith("0 and 1")
 
@@ -199,7 +199,7 @@ def test_an_interface_that_is_not_there_leaves_the_links_out_and_a_setting_is_se
 # Ranks that do not answer.
 
 
-def test_a_rank_that_hangs_is_named_with_what_it_did(capsys, tmp_path, monkeypatch, leaves_nothing):
+def test_a_rank_that_hangs_is_named_with_what_it_did(capsys, tmp_path, monkeypatch, no_leftovers):
     limits = examine.limits
     monkeypatch.setattr(
         examine, "limits", lambda: time.sleep(99) if dist.get_rank() == 2 else limits()
@@ -228,13 +228,13 @@ def test_a_rank_that_fails_says_why_and_keeps_nobody_waiting(capsys, tmp_path, m
     assert "rank 1" in told and "RuntimeError: out of luck" in told and "and more" not in told
 
 
-def test_a_rank_that_dies_is_named(capsys, tmp_path, monkeypatch, leaves_nothing):
+def test_a_rank_that_dies_is_named(capsys, tmp_path, monkeypatch, no_leftovers):
     def dies():
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(examine, "memory", dies)
-    status, out, err = ran(capsys, "doctor", "--folder", str(tmp_path), *CPU)
+    status, out, err = run_main(capsys, "doctor", "--folder", str(tmp_path), *CPU)
     assert status == 1 and not out and "rank 1" in err and "SIGKILL" in err
 
 
@@ -381,7 +381,7 @@ def launched(tmp_path):
     def rank(number, timeout):
         command = ["doctor", "--folder", str(tmp_path), "--json", *CPU, "--timeout", timeout]
         call = lambda: sys.exit(main(command))  # noqa: E731
-        return forked(call, tmp_path, job | {"RANK": str(number)})
+        return run_forked(call, tmp_path, job | {"RANK": str(number)})
 
     return rank
 

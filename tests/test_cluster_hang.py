@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from commands import ran
+from commands import run_main
 from torch.distributed.flight_recorder import fr_trace
 
 from shardlab import ranks
@@ -74,7 +74,7 @@ def hangs(folder, how):
 
 
 @pytest.mark.parametrize("how", ["missing", "differs"])
-def test_torchs_tool_says_the_same(tmp_path, leaves_nothing, how):
+def test_torchs_tool_says_the_same(tmp_path, no_leftovers, how):
     with pytest.raises(ranks.RankError):
         ranks.run(hangs, 3, tmp_path, how, timeout=60)
     calls = flight.read(tmp_path)
@@ -188,7 +188,7 @@ def test_whatever_waits_is_named_and_torchs_tool_says_no_other(tmp_path, capsys,
     records, kind, who, words, theirs = HANGS[case]
     members = str(list(range(4 if case == "one left no record" else len(records))))
     found = hang.explain(of_nccl(*records, members=members, folder=tmp_path))
-    said = ran(capsys, "cluster", "hang", str(tmp_path))[1]
+    said = run_main(capsys, "cluster", "hang", str(tmp_path))[1]
     assert ("no collective lacks a rank" in said) == (not found) == (kind is None)
     assert words in said
     if found:
@@ -268,7 +268,7 @@ def told(text):
 
 
 @pytest.mark.alone
-def test_the_captured_hangs_are_what_the_jobs_do(leaves_nothing):
+def test_the_captured_hangs_are_what_the_jobs_do(no_leftovers):
     """Each job, run again, ends as its text says; only machine and date differ."""
     seen = capture.look(*capture.RANKS)
     for name, job in seen.items():

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from commands import ran
+from commands import run_main
 from test_cluster_slurm import ended, losses
 from test_strategy_emit_job import ENGINES, LLAMA, NEEDS, PAIR, write_files
 
@@ -117,7 +117,9 @@ WRONG = {
 def test_what_a_file_cannot_say_is_one_clear_error(text, tmp_path, capsys):
     path = tmp_path / "cluster.yml"
     path.write_text(text)
-    status, _, error = ran(capsys, "cluster", "files", "--site", str(path), "--into", str(tmp_path))
+    status, _, error = run_main(
+        capsys, "cluster", "files", "--site", f"{path}", "--into", f"{tmp_path}"
+    )
     assert status == 2 and error.count("\n") == 1
     assert f"site={str(path)!r}: " in error and WRONG[text] in error
     assert not list(tmp_path.glob("*.sbatch"))
@@ -126,12 +128,12 @@ def test_what_a_file_cannot_say_is_one_clear_error(text, tmp_path, capsys):
 def test_the_planner_takes_the_file(tmp_path, capsys):
     ask = ["--model", "nano", "--gpu", "a100", "--gpus", "8", "--batch", "16"]
     given = ["--site", str(site.EXAMPLES / "university-modules.yml")]
-    status, out, error = ran(capsys, "strategy", "emit", "slurm", *ask, *given)
+    status, out, error = run_main(capsys, "strategy", "emit", "slurm", *ask, *given)
     assert status == 0, error
     assert "#SBATCH --nodes=2 " in out and "#SBATCH --gres=gpu:a100:4" in out
     folder = tmp_path / "jo b$(touch X)"
     whole = ["strategy", "emit", "course", *ask, *given, "--into", str(folder)]
-    status, out, error = ran(capsys, *whole, "--partition", "long")
+    status, out, error = run_main(capsys, *whole, "--partition", "long")
     assert status == 0 and "Put your site's modules" not in out, error
     assert shlex.split(out.splitlines()[-1])[:2] == ["cd", str(folder)]
     text = (folder / BATCH_FILE).read_text()
@@ -211,7 +213,7 @@ def test_pages_are_made_for_the_site_that_one_line_names(tmp_path):
     assert book.build() != 0
     assert "cluster_file='" in book.log and "key 'accounts'" in book.log, book.log
     book.write("mine.yml", "name: mine\naccount: me\ncontainer: a.sif\nmodules: [CUDA]\n")
-    text = _page(book.built())
+    text = _page(book.build_checked())
     page = re.sub("<[^>]+>", "", text)
     assert "srun --account=me hostname\nsqueue --me" in page
     assert "#SBATCH --account=me" in page and "apptainer exec --nv" in page
@@ -220,7 +222,7 @@ def test_pages_are_made_for_the_site_that_one_line_names(tmp_path):
         (tmp_path / "mine.yml").read_text()
     )).batch((site.JOBS / "one.sbatch").read_text(), launch=False)  # fmt: skip
     book.write("mine.yml", "account: you\n")  # a page is rebuilt when its centre changes
-    assert "#SBATCH --account=you" in re.sub("<[^>]+>", "", _page(book.built()))
+    assert "#SBATCH --account=you" in re.sub("<[^>]+>", "", _page(book.build_checked()))
 
 
 def _page(book):

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from commands import ran
+from commands import run_main
 
 from shardtools.cluster import slurm
 from shardtools.cluster.slurm import sessions
@@ -171,20 +171,20 @@ def test_sessions_say_what_was_recorded(name: str, request) -> None:
 @NEEDS
 def test_up_twice_and_down_twice(tmp_path: Path, capsys) -> None:
     where = ("--folder", str(tmp_path / "box"))
-    assert ran(capsys, "cluster", "status", *where)[0] == 1
+    assert run_main(capsys, "cluster", "status", *where)[0] == 1
     try:
-        status, out, _ = ran(capsys, "cluster", "up", "--cpus", "1", *where)
+        status, out, _ = run_main(capsys, "cluster", "up", "--cpus", "1", *where)
         assert status == 0 and f"export SLURM_CONF={tmp_path}/box/slurm.conf" in out
         started = slurm.processes(tmp_path / "box")
-        assert ran(capsys, "cluster", "up", *where) == (0, out, "")
-        status, _, error = ran(capsys, "cluster", "up", "--cpus", "3", *where)
+        assert run_main(capsys, "cluster", "up", *where) == (0, out, "")
+        status, _, error = run_main(capsys, "cluster", "up", "--cpus", "3", *where)
         assert status == 2 and f"folder='{tmp_path}/box'" in error
         assert slurm.processes(tmp_path / "box") == started and len(started) >= 4
-        assert "node[1-2]" in ran(capsys, "cluster", "status", *where)[1]
+        assert "node[1-2]" in run_main(capsys, "cluster", "status", *where)[1]
     finally:
-        status, out, _ = ran(capsys, "cluster", "down", *where)
+        status, out, _ = run_main(capsys, "cluster", "down", *where)
     assert status == 0 and "has ended" in out and slurm.processes(tmp_path / "box") == []
-    assert ran(capsys, "cluster", "down", *where)[0] == 0
+    assert run_main(capsys, "cluster", "down", *where)[0] == 0
 
 
 @NEEDS
@@ -212,7 +212,7 @@ def test_a_page_survives_a_slurm_that_does_not_start(monkeypatch) -> None:
 
 def test_without_slurm_it_says_what_to_install(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(slurm, "_PATH", str(tmp_path))
-    status, _, error = ran(capsys, "cluster", "up", "--folder", str(tmp_path / "box"))
+    status, _, error = run_main(capsys, "cluster", "up", "--folder", str(tmp_path / "box"))
     assert status == 1 and slurm.INSTALL in error and "slurmctld" in error
     assert not (tmp_path / "box").exists()
 

@@ -10,7 +10,7 @@ import time
 import types
 
 import pytest
-from commands import ran
+from commands import run_main
 from timing import timing_claims
 
 from shardlab.common import show
@@ -20,7 +20,7 @@ COLORS = show.RANK_COLORS
 
 
 @pytest.fixture
-def job(leaves_nothing):
+def job(no_leftovers):
     """Start a launcher with two ranks, one of which has started a process of its own."""
     script = "RANK=1 sh -c 'sleep 60 & wait' & RANK=0 sleep 60 & sleep 60 & wait"
     launcher = subprocess.Popen(["setsid", "sh", "-c", script])
@@ -48,7 +48,7 @@ def test_ranks_are_found_below_their_launcher(job):
     assert psutil.Process(found[1]).name() == "sh", "what a rank starts is not the rank"
 
 
-def test_a_launcher_and_whoever_watches_are_no_ranks_of_their_job(leaves_nothing, monkeypatch):
+def test_a_launcher_and_whoever_watches_are_no_ranks_of_their_job(no_leftovers, monkeypatch):
     """Under srun, the launcher, the batch script and a watcher have Slurm's rank variables, too."""
     from_slurm = {"SLURM_JOB_ID": "987654", "SLURM_PROCID": "0", "PATH": "/usr/bin:/bin"}
     script = "RANK=0 sleep 60 & RANK=1 sleep 60 & wait"
@@ -73,7 +73,7 @@ def test_a_launcher_and_whoever_watches_are_no_ranks_of_their_job(leaves_nothing
 
 
 @pytest.mark.alone
-def test_samples_say_who_computes_and_who_waits(tmp_path, leaves_nothing):
+def test_samples_say_who_computes_and_who_waits(tmp_path, no_leftovers):
     busy = subprocess.Popen([sys.executable, "-c", "x = b'x' * 200_000_000\nwhile True: pass"])
     idle = subprocess.Popen(["sleep", "60"])
     try:
@@ -95,7 +95,7 @@ def test_samples_say_who_computes_and_who_waits(tmp_path, leaves_nothing):
     assert len(sent) >= 4 and sent == sorted(sent)
 
 
-def test_watching_ends_with_the_ranks(tmp_path, leaves_nothing):
+def test_watching_ends_with_the_ranks(tmp_path, no_leftovers):
     with subprocess.Popen(["sleep", "0.5"]) as process:
         path = sample.watch(tmp_path, {0: process.pid}, every=0.1)
     assert {line.get("rank") for line in report.lines(path)} == {0, None}
@@ -146,7 +146,7 @@ def ranks_on_gpus(**environment):
     ],
 )
 def test_a_gpus_numbers_come_from_the_ranks_own(
-    monkeypatch, tmp_path, leaves_nothing, environment, device
+    monkeypatch, tmp_path, no_leftovers, environment, device
 ):
     monkeypatch.setitem(sys.modules, "pynvml", pretended_nvml())
     with ranks_on_gpus(**environment) as process:
@@ -202,7 +202,7 @@ def test_the_report_draws_what_was_sampled(tmp_path, gpu):
 
 def test_broken_samples_are_named(tmp_path, capsys):
     (tmp_path / "samples-n.jsonl").write_bytes(b"x\n")
-    status, _, error = ran(capsys, "cluster", "watch", str(tmp_path), "--draw")
+    status, _, error = run_main(capsys, "cluster", "watch", str(tmp_path), "--draw")
     assert status == 2 and error.count("\n") == 1 and str(tmp_path) in error
     assert not (tmp_path / "report.svg").exists()
 

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from devices import here
+from devices import to_device
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +29,7 @@ def compare(elements: int, dtype: torch.dtype, group: dist.ProcessGroup, root: i
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     source = dist.get_global_rank(group, root)
     x = torch.randn(elements).to(dtype)
-    mine = here(x)
+    mine = to_device(x)
     pieces, wrong = split(x, size), []
     magnitude = x.abs().double()
     dist.all_reduce(magnitude, group=group)
@@ -79,7 +79,7 @@ def compare(elements: int, dtype: torch.dtype, group: dist.ProcessGroup, root: i
     )
 
     theirs = torch.full((size * len(pieces[rank]),), 7, dtype=dtype)
-    ours = here(theirs.clone())
+    ours = to_device(theirs.clone())
     collectives.all_to_all(split(ours, size), parts, group)
     lengths = [len(piece) for piece in pieces]
     dist.all_to_all_single(theirs, x, [len(pieces[rank])] * size, lengths, group=group)
@@ -189,7 +189,7 @@ def calls(x: torch.Tensor, root: int, group: dist.ProcessGroup) -> dict:
 def counted_bytes(cases: list[tuple[int, torch.dtype, int]]) -> list[dict[str, int]]:
     found = []
     for elements, dtype, root in cases:
-        functions = calls(here(torch.ones(elements, dtype=dtype)), root, dist.group.WORLD)
+        functions = calls(to_device(torch.ones(elements, dtype=dtype)), root, dist.group.WORLD)
         found.append({})
         for name, call in functions.items():
             with count.record_traffic() as sent:
@@ -267,7 +267,7 @@ def test_predictions_by_hand() -> None:
 def refused() -> list[str]:
     """Return the errors on one of three ranks for calls that do not match."""
     group, rank, found = dist.group.WORLD, dist.get_rank(), []
-    x = here(torch.zeros(4))
+    x = to_device(torch.zeros(4))
     two, pieces = dist.new_group([0, 1]), split(x, 3)
     calls = {
         "needed are 3 tensors": lambda: collectives.all_gather(pieces[:2], pieces[0], group),

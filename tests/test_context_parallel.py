@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from devices import here
+from devices import to_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain import run
+from plain import run_ranks
 
 from shardlab import context_parallel as cp
 from shardlab.context_parallel import core, kernel
@@ -108,7 +108,7 @@ def tensors(seed, batch, seq, heads, kv_heads, size, dtype):
     """Return queries, keys, values and a gradient of the results, for the whole sequence."""
     torch.manual_seed(seed)
     kinds = (heads, kv_heads, kv_heads, heads)
-    return here([torch.randn(batch, h, seq, size, dtype=dtype) for h in kinds])
+    return to_device([torch.randn(batch, h, seq, size, dtype=dtype) for h in kinds])
 
 
 def gaps(way, seed, shape, dtype, causal, layout, group):
@@ -147,7 +147,7 @@ def test_output_and_all_three_gradients_equal_one_process(size, seed):
                 seq = 2 * size * draw.randint(1, 5)
                 shape = draw.randint(1, 3), seq, heads, kv_heads, 2 * draw.randint(1, 8)
                 cases.append((way, seed, shape, torch.float64, causal, layout))
-    for results in run(all_gaps, size, cases):
+    for results in run_ranks(all_gaps, size, cases):
         for case, found in zip(cases, results, strict=True):
             # float64 rounds at 1e-16; sums over at most 40 keys in another order.
             assert max(found) < 1e-12, (case, found)
@@ -176,7 +176,7 @@ def test_bytes_on_the_wire_are_those_predicted(size):
     def work():
         return [sent_by(way, (2, 16, 4, kv_heads, 6), dtype) for way, kv_heads, dtype in cases]
 
-    for results in run(work, size):
+    for results in run_ranks(work, size):
         for (way, kv_heads, dtype), (forward, backward) in zip(cases, results, strict=True):
             itemsize = dtype.itemsize
             if way == "ring":
@@ -210,7 +210,7 @@ def traced(layout, causal):
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_blocks_that_ranks_compute_are_those_predicted(size):
     cases = list(itertools.product(cp.LAYOUTS, (True, False)))
-    for rank, traces in enumerate(run(lambda: [traced(*case) for case in cases], size)):
+    for rank, traces in enumerate(run_ranks(lambda: [traced(*case) for case in cases], size)):
         for (layout, causal), trace in zip(cases, traces, strict=True):
             for backward in (False, True):
                 found = [0] * size
@@ -260,7 +260,7 @@ def test_memory_is_what_is_predicted(size):
     def work():
         return [memory(*case) for case in cases]
 
-    results = run(work, size, device="cpu")  # the prediction is for the CPU's kernels
+    results = run_ranks(work, size, device="cpu")  # the prediction is for the CPU's kernels
     for i, (way, shape, dtype, layout) in enumerate(cases):
         predicted = cp.predict_attention_memory(way, *shape, ranks=size, itemsize=dtype.itemsize)
         for result in results:
@@ -307,7 +307,7 @@ def test_messages_are_on_their_way_while_a_rank_computes():
     first_back = ["send", "differentiate", "wait", "send"]  # keys; then gradients, without a wait
     back = ["send", "differentiate", "wait", "wait", "send"]
     last_back = ["differentiate", "wait", "send", "wait"]  # send the gradients home
-    for did in run(order, 3):
+    for did in run_ranks(order, 3):
         assert did == turn * 2 + last + first_back + back + last_back
 
 
@@ -334,10 +334,10 @@ def test_activations_are_divided_by_the_ranks():  # the prediction is for the CP
     def both():
         return {way: activations(way) for way in WAYS}
 
-    (whole,) = run(both, 1, device="cpu")
+    (whole,) = run_ranks(both, 1, device="cpu")
     keys = 2 * DEEP.layers * 64 * DEEP.key_value_heads * DEEP.head_size * 4
     for size in (2, 4):
         # To the byte. Two key/value heads on four ranks: both are replicated.
         wanted = {way: whole[way] // size for way in WAYS}
         wanted["ulysses"] += keys // size if size == 4 else 0
-        assert run(both, size, device="cpu") == [wanted] * size
+        assert run_ranks(both, size, device="cpu") == [wanted] * size

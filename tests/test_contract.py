@@ -28,7 +28,7 @@ def found(technique: str, size: int, whole: bool) -> dict[str, dict[str, float]]
     rows = [row for row in ROWS if (row.technique, row.ranks) == (technique, size)]
     rows = [row for row in rows if whole or "cpu" not in row.weekly]
     try:
-        return contract.all_of(rows, "cpu")
+        return contract.measure_rows(rows, "cpu")
     except Exception as error:
         return error
 
@@ -42,7 +42,7 @@ def test_what_is_parallel_trains_as_one_process_does(name, request):
     gaps = found(row.technique, row.ranks, whole)
     if isinstance(gaps, Exception):
         raise gaps
-    contract.judged(row, gaps, "cpu")
+    contract.check_gaps(row, gaps, "cpu")
 
 
 # The test of the test: an omitted operation, and the row of two ranks that has to find it.
@@ -62,7 +62,7 @@ def test_what_is_left_out_is_found(technique, monkeypatch):
     row = next(row for row in reversed(two) if finds(row))
     # Weights that drift apart are found on the ranks, within the row.
     with pytest.raises((AssertionError, RankError), match="is allowed|in the row"):
-        contract.judged(row, contract.all_of([row], "cpu"), "cpu")
+        contract.check_gaps(row, contract.measure_rows([row], "cpu"), "cpu")
 
 
 def test_a_norm_of_a_part_is_found(monkeypatch):
@@ -72,4 +72,4 @@ def test_a_norm_of_a_part_is_found(monkeypatch):
     monkeypatch.setattr(tp, "clip_grad_norm_", of_a_part)
     row = next(row for row in ROWS if (row.technique, row.ranks) == ("tensor", 2) and row.clip)
     with pytest.raises(AssertionError, match="norms"):
-        contract.judged(row, contract.all_of([row], "cpu"), "cpu")
+        contract.check_gaps(row, contract.measure_rows([row], "cpu"), "cpu")

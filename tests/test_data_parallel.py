@@ -5,11 +5,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from devices import here
+from devices import to_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain import run
-from sides import SMALL, Toy
+from plain import run_ranks
+from sides import SMALL_BUCKETS, ToyModel
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +20,7 @@ from shardlab.measure import count
 
 def toy_batch(step, part, size):
     generator = torch.Generator().manual_seed(100 * step + part)
-    return here(torch.randint(17, (2, size), generator=generator))
+    return to_device(torch.randint(17, (2, size), generator=generator))
 
 
 def toy_loss(model, batch, branches="lr", reduction="mean"):
@@ -44,7 +44,7 @@ def gap(a, b):
 
 def joined_or_not():
     """Average the gradients of two models, in separate messages and in one joined message."""
-    models, messages = [here(Toy()), here(Toy())], []
+    models, messages = [to_device(ToyModel()), to_device(ToyModel())], []
     for model, joined in zip(models, (False, True), strict=True):
         toy_loss(
             model, toy_batch(0, dist.get_rank(), 6), "lr" if dist.get_rank() else "l"
@@ -58,12 +58,12 @@ def joined_or_not():
 
 
 def test_averaging_side_by_side_gives_the_same_bits_in_one_message():
-    run(joined_or_not, 2)
+    run_ranks(joined_or_not, 2)
 
 
 def held_and_sent():
     rank, world = dist.get_rank(), dist.group.WORLD
-    model = dp.DataParallel(here(Toy()), world, **SMALL)
+    model = dp.DataParallel(to_device(ToyModel()), world, **SMALL_BUCKETS)
     expected = sum(p.nbytes + 4 for b in model.buckets for p in b.parameters)
     for set_to_none in (True, False, True):
         model.zero_grad(set_to_none=set_to_none)
@@ -94,24 +94,24 @@ def inside_buckets(model):
 
 
 def test_gradients_live_in_the_buckets_and_only_the_last_micro_batch_sends():
-    run(held_and_sent, 2)
+    run_ranks(held_and_sent, 2)
 
 
 def sub_groups():
     rank = dist.get_rank()
     group = [dist.new_group([2, 0]), dist.new_group([1, 3])][rank % 2]
-    toy = here(Toy())
+    toy = to_device(ToyModel())
     with torch.no_grad():
         toy.left.weight.fill_(rank)
         toy.seen.fill_(rank)
-    model = dp.DataParallel(toy, group, **SMALL)
+    model = dp.DataParallel(toy, group, **SMALL_BUCKETS)
     start = (toy.left.weight[0, 0].item(), toy.seen.item())
     toy_loss(model, toy_batch(0, rank, 4)).backward()
     return start, toy.right.weight.grad
 
 
 def test_sub_groups_start_from_their_own_rank_0_and_average_among_themselves():
-    results = run(sub_groups, 4)
+    results = run_ranks(sub_groups, 4)
     for rank, (start, gradient) in enumerate(results):
         assert start == (rank % 2, rank % 2)
         assert torch.equal(gradient, results[(rank + 2) % 4][1])
@@ -134,14 +134,14 @@ class Chain(nn.Module):
 
 def chain():
     layer = {"bucket_bytes": 288, "first_bytes": 288}
-    model = dp.DataParallel(here(Chain()), dist.group.WORLD, **layer)
+    model = dp.DataParallel(to_device(Chain()), dist.group.WORLD, **layer)
     kinds = [{p.dtype for p in b.parameters} for b in model.buckets]
     assert all(len(kind) == 1 for kind in kinds)
     assert {torch.bfloat16} in kinds
     underway = []
     first = model.module.layers[0].weight
     first.register_post_accumulate_grad_hook(lambda _: underway.append(model._sent))
-    x = here(torch.randn(3, 8))
+    x = to_device(torch.randn(3, 8))
     model(x).sum().backward()
     plain = gradients(model)
     model.zero_grad()
@@ -151,7 +151,7 @@ def chain():
 
 
 def test_complete_buckets_leave_in_order_also_with_checkpointing():
-    for underway, buckets in run(chain, 1):
+    for underway, buckets in run_ranks(chain, 1):
         assert 3 <= underway < buckets
 
 
@@ -180,7 +180,7 @@ def broken_off(apart, set_to_none):
 
 def test_messages_of_a_backward_that_broke_off_do_not_meet_those_of_the_next():
     ways = [(False, True), (True, False)]
-    found = run(lambda: [broken_off(*way) for way in ways], 2, timeout=30)
+    found = run_ranks(lambda: [broken_off(*way) for way in ways], 2, timeout=30)
     assert found == [[0.0] * len(ways)] * 2
 
 
@@ -203,11 +203,11 @@ def alone_in_error():
 
 
 def test_who_did_not_fail_gets_nan_and_not_half_a_sum():
-    assert run(alone_in_error, 2, timeout=20) == [None, True]
+    assert run_ranks(alone_in_error, 2, timeout=20) == [None, True]
 
 
 def drifting():
-    toy = here(Toy())
+    toy = to_device(ToyModel())
     model = dp.DataParallel(toy, dist.group.WORLD)
     with torch.no_grad():
         toy.left.bias[3] += 0.25 * dist.get_rank()
@@ -215,7 +215,7 @@ def drifting():
 
 
 def test_drift_is_the_largest_difference_and_known_to_all_ranks():
-    assert run(drifting, 3) == pytest.approx([0.5] * 3)  # float32: 0.5 up to a rounded addition
+    assert run_ranks(drifting, 3) == pytest.approx([0.5] * 3)  # 0.5 up to a rounded addition
 
 
 @settings(max_examples=200, deadline=None)

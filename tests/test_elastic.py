@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from commands import gone
+from commands import is_dead
 from torch.distributed import run
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
@@ -134,7 +134,7 @@ def read_notes(folder: Path, number: int) -> dict[int, dict[str, str]]:
 
 def list_alive(found: dict[int, dict]) -> list[int]:
     """Return the running ranks, without unreaped ones, such as orphans."""
-    return [r for r, of in found.items() if not gone(of["pid"])]
+    return [r for r, of in found.items() if not is_dead(of["pid"])]
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ note(f"helper-{{rank}}", str(helper.pid))
     host.wait()
     assert other.wait() == 1 and "lost the connection" in other.said()
     helpers = [int(path.read_text()) for path in tmp_path.glob("helper-*")]
-    wait_for(lambda: not list_alive(read_notes(tmp_path, 0)) and all(map(gone, helpers)))
+    wait_for(lambda: not list_alive(read_notes(tmp_path, 0)) and all(map(is_dead, helpers)))
 
 
 def test_an_agent_leaves_a_store_that_is_silent(pair, tmp_path):

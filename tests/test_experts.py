@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from devices import here
+from devices import to_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain import run
+from plain import run_ranks
 
 from shardlab import experts
 from shardlab.common.shapes import PRESETS
@@ -37,12 +37,12 @@ CASES = {
 
 def gpt(**choices):
     torch.manual_seed(0)
-    return here(GPT(replace(SMALL, **choices)))
+    return to_device(GPT(replace(SMALL, **choices)))
 
 
 def batch(step, sequences=8):
     torch.manual_seed(step)
-    tokens = here(torch.randint(64, (sequences, 13)))
+    tokens = to_device(torch.randint(64, (sequences, 13)))
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -64,7 +64,7 @@ def sent(choices, dtype):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_bytes_of_all_to_alls_are_those_predicted(size):
     cases = list(itertools.product(("gshard", "deepseek"), (torch.float32, torch.float64)))
-    results = run(lambda: [sent(CASES[case], dtype) for case, dtype in cases], size)
+    results = run_ranks(lambda: [sent(CASES[case], dtype) for case, dtype in cases], size)
     for (case, _), found in zip(cases, zip(*results, strict=True), strict=True):
         config = replace(SMALL, **CASES[case])
         handed = sum(payload for (_, payload), _ in found)
@@ -84,7 +84,7 @@ def random_routes(cases):
             torch.randint(-1, total, (n, choices), generator=g)
             for n, g in zip(counts, generators, strict=True)
         ]
-        chosen_TC = here(every[rank])
+        chosen_TC = to_device(every[rank])
         way = experts.plan_route(chosen_TC, total, group)
         # A row encodes its origin: rank, token and choice, expert.
         numbers = torch.arange(chosen_TC.numel(), device=chosen_TC.device)
@@ -111,7 +111,7 @@ SHAPES = st.tuples(st.integers(0, 12), st.integers(1, 4), st.integers(1, 5))
 @settings(max_examples=2)
 @given(st.integers(2, 4), st.lists(SHAPES, min_size=4, max_size=8))
 def test_every_row_finds_its_expert_and_its_way_back(size, cases):
-    assert all(run(random_routes, size, cases))
+    assert all(run_ranks(random_routes, size, cases))
 
 
 def test_published_numbers():
@@ -141,7 +141,7 @@ def test_held_parameters_are_those_counted(size):
         return [sum(p.numel() for p in model.parameters()) for model in models]
 
     assert (
-        run(counted, size)
+        run_ranks(counted, size)
         == [[experts.count_held_parameters(config, size) for config in configs]] * size
     )
 
@@ -149,7 +149,7 @@ def test_held_parameters_are_those_counted(size):
 def states():
     world = dist.group.WORLD
     torch.manual_seed(1)
-    other = here(GPT(replace(SMALL, **DEEPSEEK)))
+    other = to_device(GPT(replace(SMALL, **DEEPSEEK)))
     other.blocks[1].ffn.router.bias_E.normal_()
     model = experts.parallelize(gpt(**DEEPSEEK), world)
     experts.load_full_state_dict(model, other.state_dict())
@@ -159,7 +159,7 @@ def states():
 
 
 def test_a_state_of_another_model_goes_in_and_comes_out():
-    run(states, 2)
+    run_ranks(states, 2)
 
 
 def test_the_balancing_loss_is_one_for_each_even_layer():
@@ -210,7 +210,7 @@ def in_micro_batches():
 
 
 def test_micro_batches_of_a_step_count_as_one_batch():
-    run(in_micro_batches, 2)
+    run_ranks(in_micro_batches, 2)
 
 
 def without_tokens():
@@ -233,4 +233,4 @@ def without_tokens():
 
 
 def test_a_rank_without_tokens_takes_part():
-    run(without_tokens, 2)
+    run_ranks(without_tokens, 2)

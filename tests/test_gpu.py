@@ -8,7 +8,7 @@ import contract
 import pytest
 import torch
 import torch.distributed as dist
-from rows import ROWS, on_gpus
+from rows import ROWS, select_gpu_rows
 from torch import nn
 
 from shardlab import data_parallel, ranks
@@ -99,12 +99,12 @@ def test_the_slow_links_clock_starts_when_the_stream_is_so_far():
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("technique", dict.fromkeys(row.technique for row in ROWS if row.gpus))
 def test_what_is_parallel_trains_as_one_process_does(technique: str, size: int):
-    rows = on_gpus(technique, size)
+    rows = select_gpu_rows(technique, size)
     if not rows:
         pytest.skip(f"{technique} has no row of {size} ranks for a GPU")
-    found = contract.all_of(rows, "cuda")
+    found = contract.measure_rows(rows, "cuda")
     for row in rows:
-        contract.judged(row, found, "cuda")
+        contract.check_gaps(row, found, "cuda")
 
 
 def test_programs_on_gpus_are_compared():

@@ -10,7 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from commands import ran
+from commands import run_main
 from grade_mutants import MUTANTS
 
 from shardlab.common.show import ROOT
@@ -67,11 +67,11 @@ def test_cases_are_drawn_from_the_seed(part):
 @pytest.mark.weekly("grades five parts")
 def test_start_files_are_written_once_and_get_no_points(tmp_path, capsys):
     folder = tmp_path / "engine"
-    status, out, _ = ran(capsys, "grade", "--start", str(folder))
+    status, out, _ = run_main(capsys, "grade", "--start", str(folder))
     assert status == 0 and out.count("wrote") == len(PARTS)
     mine = folder / "zero.py"
     mine.write_text(f"{mine.read_text('utf-8')}\nMINE = 1\n", "utf-8")
-    status, out, _ = ran(capsys, "grade", "--start", str(folder))
+    status, out, _ = run_main(capsys, "grade", "--start", str(folder))
     assert status == 0 and f"kept {mine}" in out and "MINE" in mine.read_text("utf-8")
     (folder / "pipeline.py").write_bytes((RIGHT / "plain/pipeline.py").read_bytes())
     (folder / "experts.py").unlink()

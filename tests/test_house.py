@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from forked import draw
+from forked import run_figure_script
 
 from shardcourse.build import index
 
@@ -23,7 +23,7 @@ BRINGS = {name: topic.module for name, topic in index.read(ROOT).topics.items() 
 def test_a_script_draws_the_pictures_that_are_kept(topic: str, tmp_path: Path) -> None:
     for path in [ROOT / f"figures/{topic}.py", *ROOT.glob(f"figures/{topic}_*.json")]:
         shutil.copy(path, tmp_path)
-    draw(tmp_path / f"{topic}.py")
+    run_figure_script(tmp_path / f"{topic}.py")
     kept = {path.name for path in ROOT.glob(f"figures/{topic}_*.svg")}
     assert {path.name for path in tmp_path.glob("*.svg")} == kept
 

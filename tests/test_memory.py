@@ -5,7 +5,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from commands import ran
+from commands import run_main
 
 from shardlab import memory
 from shardlab.common.shapes import PRESETS
@@ -219,7 +219,7 @@ def test_activations_of_experts() -> None:
 
 
 def as_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, int]:
-    status, out, err = ran(
+    status, out, err = run_main(
         capsys, "memory", "--model", "llama-3-8b", *map(str, arguments), "--json"
     )
     assert status == 0 and not err

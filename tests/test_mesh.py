@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from commands import ran
-from devices import here
+from commands import run_main
+from devices import to_device
 from hypothesis import given
 from hypothesis import strategies as st
-from plain import adamw, gap, plain_model, run
+from plain import build_plain_model, make_adamw, max_diff, run_ranks
 
 from shardlab import mesh
 from shardlab.checkpoint import Checkpoints, Training, export_model
@@ -26,14 +26,14 @@ ORDERS = st.permutations(mesh.AXES).map(tuple)
 def batch(config, step, size):
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(config.vocab, (size, config.seq + 1), generator=generator)
-    return here(tokens[:, :-1]), here(tokens[:, 1:])
+    return to_device(tokens[:, :-1]), to_device(tokens[:, 1:])
 
 
 def parallel(config, shape, dtype=torch.float64, seed=0, **options):
     """Return a job, and the number of this rank's model copy."""
     layout = replace(shape, **{"microbatches": 2, **options})
     groups = mesh.create_groups(layout, dist.group.WORLD)
-    job = mesh.Parallel(plain_model(config, dtype), groups, layout, seed)
+    job = mesh.Parallel(build_plain_model(config, dtype), groups, layout, seed)
     return job, dist.get_rank(groups.dp)
 
 
@@ -75,7 +75,7 @@ def test_bytes_held_and_sent_are_as_predicted(size):
 
     def held_and_sent(config, layout):
         job, copy = parallel(config, layout, torch.float32)
-        optimizer, sizes, rank = adamw(job), [3, 2], dist.get_rank()
+        optimizer, sizes, rank = make_adamw(job), [3, 2], dist.get_rank()
         for step in range(2):
             tokens, targets = batch(config, step, sum(sizes))
             with count.record_traffic() as sent:
@@ -89,7 +89,7 @@ def test_bytes_held_and_sent_are_as_predicted(size):
         )
         return sends
 
-    for sends in run(lambda: [held_and_sent(*case) for case in cases], size):
+    for sends in run_ranks(lambda: [held_and_sent(*case) for case in cases], size):
         for (_, layout), each in zip(cases, sends, strict=True):
             assert all((getattr(layout, axis) > 1) == (each[axis] > 0) for axis in mesh.AXES)
 
@@ -101,7 +101,7 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
     def go_on(shape):
         """Resume from the checkpoint, or start, and save after the second of four steps."""
         model, copy = parallel(config, shape, torch.float32, microbatches=4 // shape.dp)
-        training, found = Training(model, adamw(model)), []
+        training, found = Training(model, make_adamw(model)), []
         with Checkpoints(tmp_path, dist.group.WORLD) as store:
             if resumed := bool(store.list_steps()):
                 store.load(training)
@@ -126,8 +126,8 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
 
     def alone():
         """Load the checkpoint in a plain process and return its contents."""
-        model = plain_model(config, torch.float32)
-        training = Training(model, adamw(model))
+        model = build_plain_model(config, torch.float32)
+        training = Training(model, make_adamw(model))
         with Checkpoints(tmp_path, dist.group.WORLD) as store:
             store.load(training)
         states = training.optimizer.state
@@ -138,8 +138,8 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
         return all(torch.equal(found[i][n], want[i][n]) for i in range(2) for n in found[i])
 
     first = replace(EIGHT, zero=1, **ALONG) if not tied else replace(STAGED, **ALONG)
-    saved, uninterrupted = run(lambda: go_on(first), first.world_size)[0]
-    assert same_bits(run(alone, 1)[0], saved)
+    saved, uninterrupted = run_ranks(lambda: go_on(first), first.world_size)[0]
+    assert same_bits(run_ranks(alone, 1)[0], saved)
     others = [
         (replace(first, pp=1), True),  # p changes no sum
         (Layout(dp=2, tp=2, zero=3), False),
@@ -148,10 +148,10 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
     if tied:  # except that of the tied weights
         others = [(Layout(pp=2), False), (replace(FOUR, zero=3, **ALONG), False)]
     for shape, same in others:
-        begin, end = run(lambda shape=shape: go_on(shape), shape.world_size)[0]
+        begin, end = run_ranks(lambda shape=shape: go_on(shape), shape.world_size)[0]
         assert same_bits(begin, saved) and same_bits(end, uninterrupted) == same
         # float32: gradients differ by 1e-7, which AdamW makes up to 1e-5 where they are about 0
-        assert max(gap(end[0][n], w) for n, w in uninterrupted[0].items()) < 1e-4
+        assert max(max_diff(end[0][n], w) for n, w in uninterrupted[0].items()) < 1e-4
 
 
 def test_copied_heads_and_the_bias_of_a_router_go_on_under_another_mesh(tmp_path):
@@ -163,7 +163,7 @@ def test_copied_heads_and_the_bias_of_a_router_go_on_under_another_mesh(tmp_path
         job, _ = parallel(config, Layout(tp=4), torch.float32)
         for buffer in job.buffers_by_name.values():
             buffer.copy_(torch.arange(4.0) / 100)
-        training = Training(job, adamw(job))
+        training = Training(job, make_adamw(job))
         job.step(*batch(config, 0, 2))
         training.optimizer.step()
         with Checkpoints(tmp_path, dist.group.WORLD) as store:
@@ -180,20 +180,23 @@ def test_copied_heads_and_the_bias_of_a_router_go_on_under_another_mesh(tmp_path
         return mesh.gather_model_tensors(model, first)
 
     def loaded(shape):
-        model = plain_model(config, torch.float32)
+        model = build_plain_model(config, torch.float32)
         if shape.world_size > 1:
             model, _ = parallel(config, shape, torch.float32, seed=1)
-        optimizer = adamw(model)
+        optimizer = make_adamw(model)
         with Checkpoints(tmp_path, dist.group.WORLD) as store:
             store.load(Training(model, optimizer))
         whole = model.state_dict() if shape.world_size == 1 else model.full_state_dict()
         return whole, moments(model, optimizer)
 
     four = Layout(tp=4), replace(STAGED, zero=1)
-    each = run(lambda: [saved(), *map(loaded, four)], 4)
+    each = run_ranks(lambda: [saved(), *map(loaded, four)], 4)
     want = each[0][0]
     assert want[0]["blocks.1.ffn.router.bias_E"].tolist() == (torch.arange(4.0) / 100).tolist()
-    for found in (run(lambda: loaded(Layout()), 1)[0], *(one for mine in each for one in mine[1:])):
+    for found in (
+        run_ranks(lambda: loaded(Layout()), 1)[0],
+        *(x for mine in each for x in mine[1:]),
+    ):
         for mine, theirs in zip(found, want, strict=True):
             assert mine.keys() == theirs.keys()
             assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
@@ -206,10 +209,10 @@ def test_a_plain_process_reads_what_a_mesh_exports(tmp_path):
             job.state_dict()
         export_model(job, tmp_path / "model.pt", dist.group.WORLD)
 
-    run(work, 8)
+    run_ranks(work, 8)
     model = GPT(GPT2)
     model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
-    want = plain_model(GPT2, torch.float32).state_dict()
+    want = build_plain_model(GPT2, torch.float32).state_dict()
     assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
 
 
@@ -228,7 +231,7 @@ def test_groups_are_those_of_torchs_mesh(dp, pp, tp, order):
 
 
 def trained(capsys, line):
-    return ran(capsys, "mesh", "--steps", "3", *line.split())
+    return run_main(capsys, "mesh", "--steps", "3", *line.split())
 
 
 def test_the_command_trains_counts_and_compares(capsys):
@@ -242,5 +245,5 @@ def test_the_command_trains_counts_and_compares(capsys):
 
 
 def test_groups_are_printed_and_nothing_is_trained(capsys):
-    status, out, _ = ran(capsys, "mesh", "--dp", "2", "--tp", "2", "--node", "2")
+    status, out, _ = run_main(capsys, "mesh", "--dp", "2", "--tp", "2", "--node", "2")
     assert status == 0 and "tensor: 2 × 2 ranks, none leaves its node\n  0 1\n  2 3\n" in out

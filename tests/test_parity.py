@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import ran
+from commands import run_main
 from parity_measured import make_table, measure_mistakes
 from parity_mistakes import MISTAKES, PROGRAMS, list_items, read_section
 from parity_programs import (
@@ -47,7 +47,6 @@ def compute_reports() -> dict[str, Any]:
 
 
 def name_control(row: Row) -> str:
-    """Return a name of the wrong program without its mistake."""
     return f"{row.technique} {row.layout} {row.options} {name_plain_program(row)}"
 
 
@@ -134,17 +133,14 @@ def make_program(steps: int = 1, lr: float = 0.1, watched: bool = True, **other:
 
 
 def wrap_layers(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the same layers under other names."""
     return torch.nn.Sequential(model)
 
 
 def draw_random(*shape: int) -> torch.Tensor:
-    """Return random numbers without a seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(time.perf_counter_ns()))
 
 
 def randomize_weights(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model with initial weights from no seed."""
     with torch.no_grad():
         model[0].weight.copy_(draw_random(8, 4))
     return model
@@ -274,7 +270,7 @@ def test_two_scripts_are_compared(tmp_path, capsys, monkeypatch):
     (tmp_path / "parallel.py").write_text(SUM)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, "--local-addr=127.0.0.1", "--nproc-per-node", "2", "parallel.py"]
-    status, out, err = ran(
+    status, out, err = run_main(
         capsys, "parity", "--draws", "1", "--folder", "kept", "plain.py", "--", *command
     )
     assert status == 1 and not err, err
@@ -285,7 +281,7 @@ def test_two_scripts_are_compared(tmp_path, capsys, monkeypatch):
 
     def says(plain: str, *options: str) -> str:
         (tmp_path / "other.py").write_text(plain)
-        status, out, err = ran(capsys, "parity", *options, "other.py", "--", "true")
+        status, out, err = run_main(capsys, "parity", *options, "other.py", "--", "true")
         assert status == 2 and not out
         return err
 

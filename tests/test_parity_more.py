@@ -33,8 +33,6 @@ LENGTHS = [1 + n % 5 for n in range(SAMPLES)]  # each sample's loss is the mean 
 
 @dataclass(frozen=True)
 class EpochProgram:
-    """Settings of a program of two epochs; the default program is right."""
-
     micro: int = 1
     declares_samples: bool = True
     order: Callable[[int], int] = lambda epoch: epoch  # seed of an epoch's order
@@ -68,7 +66,6 @@ class EpochProgram:
 
 
 def pad_share(ids: Tensor, rank: int, n: int) -> Tensor:
-    """Pad the shares to equal length, as torch's DistributedSampler does."""
     lacking = -len(ids) % (2 * n)
     return torch.cat((ids, ids[:lacking]))[rank::n]
 
@@ -77,7 +74,6 @@ def pad_share(ids: Tensor, rank: int, n: int) -> Tensor:
 
 
 def take_share(x: Tensor) -> Tensor:
-    """Return this rank's share of a batch."""
     return x.chunk(dist.get_world_size())[dist.get_rank()]
 
 
@@ -87,8 +83,6 @@ def make_tokens(step: int) -> tuple[Tensor, Tensor]:
 
 
 def deal_equal_rows(change: Callable[[Tensor], None]) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Deal batches with equal rows to ranks."""
-
     def deal_batch(step: int) -> tuple[Tensor, Tensor]:
         pair = join_batch(ROW, step)
         change(pair[0])
@@ -102,7 +96,7 @@ def set_equal_starts(x: Tensor) -> None:
 
 
 def build_model() -> nn.Module:
-    return ROW.model(GPT2)
+    return ROW.build_model(GPT2)
 
 
 def return_model(model: nn.Module) -> nn.Module:
@@ -121,7 +115,6 @@ def wrap_ddp_partly(model: nn.Module) -> nn.Module:
 
 
 def wrap_fsdp(model: nn.Module) -> nn.Module:
-    """Return FSDP2 that computes in bfloat16."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for block in model.blocks:
@@ -130,13 +123,11 @@ def wrap_fsdp(model: nn.Module) -> nn.Module:
 
 
 def compile_first_block(model: nn.Module) -> nn.Module:
-    """Compile the first block of a model in place."""
     model.blocks[0].compile(backend="aot_eager")
     return model
 
 
 def compile_blocks(model: nn.Module) -> nn.Module:
-    """Compile each block before the program is watched."""
     for block in model.blocks:
         block.compile(backend="eager")
     model(make_tokens(0)[0])
@@ -150,16 +141,16 @@ class CopiesProgram:
     model: Callable[[], nn.Module] = build_model
     batch: Callable[[int], tuple[Tensor, Tensor]] = make_tokens
     wrap: Callable[[nn.Module], nn.Module] = return_model
-    made: Callable[[nn.Module], nn.Module] = return_model
+    prepare: Callable[[nn.Module], nn.Module] = return_model
     cast: bool = False
     micro: int = 1
 
     def __call__(self, watch: Any) -> None:
         warnings.filterwarnings("ignore")
         torch._dynamo.reset()  # code compiled before, without hooks, would be used again
-        model = self.made(self.model())
+        model = self.prepare(self.model())
         model = self.wrap(model) if dist.get_world_size() > 1 else model
-        optimizer = ROW.optimizer(model)
+        optimizer = ROW.make_optimizer(model)
         watch(model, optimizer)
         for step in range(2):
             optimizer.zero_grad()
@@ -266,8 +257,8 @@ RIGHT: dict[str, tuple[Program, Program]] = {
         EpochProgram(declares_samples=False),
     ),
     "autocast, FSDP2's policy": (CAST, replace(FULL, wrap=wrap_fsdp)),
-    "compiled": (FULL, replace(FULL, wrap=wrap_ddp, made=compile_first_block)),
-    "compiled before": (FULL, replace(FULL, wrap=wrap_ddp, made=compile_blocks)),
+    "compiled": (FULL, replace(FULL, wrap=wrap_ddp, prepare=compile_first_block)),
+    "compiled before": (FULL, replace(FULL, wrap=wrap_ddp, prepare=compile_blocks)),
     "a sum over 2^16 rows": (LONG, LONG),
     "bfloat16": (FEW_BITS, FEW_BITS),
     "Muon, where a rounding turns": (MUON, make_muon_program(bits=True)),

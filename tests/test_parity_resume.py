@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from contract import SIDES, Row, groups
+from contract import SIDES, Row, make_groups
 from parity_programs import DROPOUT, GPT2, get_watched_model, join_batch, make_row, plain_loss
-from sides import optimizer
+from sides import make_optimizer
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from shardlab import ranks
@@ -35,16 +35,13 @@ STEPS, STOP = 3, 2
 
 
 def make_schedule(o: Any) -> Any:
-    """Return a schedule with a different rate in each step."""
     return torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step))
 
 
 def make_full_run(like: Row) -> Callable[[Any], None]:
-    """Run all steps in one process."""
-
     def train(watch: Any) -> None:
-        model = like.model(like.config)
-        o = optimizer(model, like.lr)
+        model = like.build_model(like.config)
+        o = make_optimizer(model, like.lr)
         rates = make_schedule(o)
         watch(model, o)
         torch.manual_seed(0)
@@ -70,7 +67,7 @@ class Run:
         watch(get_watched_model(self.side), self.side.optimizer)
         for step in steps:
             self.side.optimizer.zero_grad()
-            self.side.step(self.side.row.batch(self.data(step)))
+            self.side.step(self.side.row.make_batch(self.data(step)))
             self.side.optimizer.step()
             self.rates.step()
 
@@ -80,7 +77,7 @@ class Run:
 
 
 def build_run(like: Row) -> Run:
-    side = SIDES[like.technique](like, like.model(like.config), groups(like))
+    side = SIDES[like.technique](like, like.build_model(like.config), make_groups(like))
     torch.manual_seed(0)
     return Run(side, make_schedule(side.optimizer))
 
@@ -122,7 +119,6 @@ def torch_state(run: Run) -> dict[str, Any]:
 
 
 def torch_save(run: Run, kept: Path) -> None:
-    """Save with torch's DCP; the schedule is saved beside it."""
     dcp.save(torch_state(run), checkpoint_id=kept / "dcp")
     torch.save(run.rates.state_dict(), kept / "rates.pt")
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from devices import here
+from devices import to_device
 from hypothesis import given
 from hypothesis import strategies as st
 from timing import timing_claims
@@ -40,12 +40,12 @@ def the_batch(config, size, seed=0):
     """Return tokens and targets, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     shape = size, config.seq
-    return here([torch.randint(config.vocab, shape, generator=generator) for _ in range(2)])
+    return to_device([torch.randint(config.vocab, shape, generator=generator) for _ in range(2)])
 
 
 def model_of(config, dtype=torch.float32):
     torch.manual_seed(0)
-    return here(GPT(config)).to(dtype)
+    return to_device(GPT(config)).to(dtype)
 
 
 def over_a_slow_link():

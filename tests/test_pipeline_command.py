@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from commands import ran
+from commands import run_main
 
 from shardlab import pipeline
 
@@ -17,7 +17,7 @@ SMALL = ["--stages", "4", "--microbatches", "6"]
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
-    return ran(capsys, "schedule", *arguments)
+    return run_main(capsys, "schedule", *arguments)
 
 
 def test_the_bubble_of_the_paper(capsys) -> None:

@@ -75,19 +75,19 @@ def test_a_page_runs_in_its_own_folder_and_its_key_holds_what_it_reaches(book: B
 
 
 def test_the_build_executes_such_a_page_when_what_it_reaches_changes(book: Book) -> None:
-    book.built()
-    assert book.executed == ["book/questions", "small"]
-    page = book.page("book/questions")
+    book.build_checked()
+    assert book.executed_lessons == ["book/questions", "small"]
+    page = book.read_page("book/questions")
     assert "the answer is 42 beside it" in page
     assert "lesson-outputs" not in page  # only lessons have a line under the title
     assert page.count("<details") == page.count("</details>") == 1
     assert page.index("<details") < page.index("the answer is 42") < page.index("</details>")
 
-    book.built()
-    assert book.executed == []
+    book.build_checked()
+    assert book.executed_lessons == []
     book.edit("book/note.txt", "beside", "next to")
-    book.built()
-    assert book.executed == ["book/questions"]
-    assert "the answer is 42 next to it" in book.page("book/questions")
+    book.build_checked()
+    assert book.executed_lessons == ["book/questions"]
+    assert "the answer is 42 next to it" in book.read_page("book/questions")
     downloads = {path.name for path in (book.root / "_build/html/downloads").rglob("*")}
     assert not any("questions" in name for name in downloads)

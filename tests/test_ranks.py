@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from commands import gone
+from commands import is_dead
 
 from shardlab import ranks
 from shardlab.ranks import RankError, p2p, run
@@ -326,7 +326,7 @@ def test_a_killed_caller_leaves_nothing(tmp_path: Path, method: str, end: signal
     assert list(folder.iterdir())
     caller.send_signal(end)
     caller.wait()
-    while left := [p.name for p in pids.iterdir() if not gone(int(p.name))] + [*folder.iterdir()]:
+    while left := [p for p in pids.iterdir() if not is_dead(int(p.name))] + [*folder.iterdir()]:
         assert time.monotonic() < deadline, f"outlived their caller: {left}"
         time.sleep(0.05)
 

@@ -100,7 +100,7 @@ def test_key_says_what_changed(book):
 
 
 def test_recording_that_was_edited_or_cut_does_not_hold(book):
-    book.record()
+    book.record_lesson()
     text = book.recording.read_text()
     assert build.changed(build.load(book.recording), "small", book.root) == []
     book.recording.write_text(text.replace("the answer is", "another cell"))
@@ -234,7 +234,7 @@ def command(book, *arguments):
 
 
 def test_record_goes_on_after_a_failure_and_keeps_the_old_recording(book):
-    book.record()
+    book.record_lesson()
     before = book.recording.read_bytes()
     book.write("lessons/other.md", (book.root / "lessons/small.md").read_text())
     book.edit("lessons/small.md", "answer())", "1 / 0)")
@@ -249,39 +249,39 @@ def test_record_goes_on_after_a_failure_and_keeps_the_old_recording(book):
 
 
 def test_the_build_takes_a_recording_as_long_as_it_holds_and_executes_else(book):
-    book.built()
-    assert book.executed == ["small"]
-    assert "Executed by this build on the CPU" in book.page()
+    book.build_checked()
+    assert book.executed_lessons == ["small"]
+    assert "Executed by this build on the CPU" in book.read_page()
 
     book.edit("lessons/small.md", "one thing", "another thing")
-    book.built()
-    assert book.executed == []
-    assert "another thing" in book.page()
+    book.build_checked()
+    assert book.executed_lessons == []
+    assert "another thing" in book.read_page()
 
     # A later recording is used, although no page changed.
-    book.record(device="Imaginary Z9", output="recorded output\n")
-    book.built()
-    page = book.page()
-    assert book.executed == []
+    book.record_lesson(device="Imaginary Z9", output="recorded output\n")
+    book.build_checked()
+    page = book.read_page()
+    assert book.executed_lessons == []
     assert "Recorded on 2 × Imaginary Z9 (driver 999.1), up to 4 ranks on the GPU (gloo)" in page
     assert "recorded output" in page
-    assert "Imaginary Z9" in book.page("book/execution")
+    assert "Imaginary Z9" in book.read_page("book/execution")
 
     book.edit("code/shardlab/second.py", "42", "41")  # imported by an imported file
-    book.built()
-    page = book.page()
-    assert book.executed == ["small"]
+    book.build_checked()
+    page = book.read_page()
+    assert book.executed_lessons == ["small"]
     assert "Executed by this build on the CPU" in page
     assert "A recording is out of date: code/shardlab/second.py changed." in page
     assert "the answer is 41" in page
     assert "Imaginary Z9" not in page
-    assert "code/shardlab/second.py changed" in book.page("book/execution")
+    assert "code/shardlab/second.py changed" in book.read_page("book/execution")
 
     book.edit("code/shardlab/second.py", "41", "42")
-    book.built(RECORDED="0")
-    assert book.executed == ["small"]
-    assert "the answer is 42" in book.page()
-    assert "Recorded on" not in book.page()
+    book.build_checked(RECORDED="0")
+    assert book.executed_lessons == ["small"]
+    assert "the answer is 42" in book.read_page()
+    assert "Recorded on" not in book.read_page()
 
 
 def test_failing_cell_fails_the_build_every_time(book):
@@ -295,4 +295,4 @@ def test_failing_cell_fails_the_build_every_time(book):
         assert book.build() != 0
         last = book.log.splitlines()[-1]  # regardless of other output, and of the cell's length
         assert last.startswith("lessons/small.md, code cell 2 of 2: ZeroDivisionError")
-        assert book.executed == executed
+        assert book.executed_lessons == executed

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from commands import gone
+from commands import is_dead
 from rehearsal import lessons
 from throwaway import HEADER, Book
 
@@ -181,7 +181,7 @@ def test_a_program_at_its_limit_is_ended_with_all_that_it_started(tmp_path, leav
     given = [sys.executable, "-c", code], log, log, 2.0, tmp_path, dict(os.environ)
     assert child.run(*given, patience=1.0) is None
     assert len(pids.read_text().split()) == 2
-    assert all(gone(int(pid)) for pid in pids.read_text().split())
+    assert all(is_dead(int(pid)) for pid in pids.read_text().split())
 
 
 def test_a_recording_of_the_cpu_is_none_of_a_gpu(small):

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import gone
+from commands import is_dead
 from throwaway import HEADER, Book
 
 from shardcourse import build
@@ -102,7 +102,7 @@ build.execute_all(["small", "other"], root, lambda *_: None, cpu=True)"""
         started.send_signal(signal.SIGINT)
         started.communicate(timeout=60)
         assert started.returncode == -signal.SIGINT
-        assert all(gone(int(path.read_text())) for path in pids)
+        assert all(is_dead(int(path.read_text())) for path in pids)
         assert list(Path(folder).glob("lesson-*")) == []
 
 

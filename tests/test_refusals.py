@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from commands import ran
+from commands import run_main
 from torch import nn
 
 from shardlab import (
@@ -249,7 +249,7 @@ MISTAKES = {  # command -> words of its error line
 
 @pytest.mark.parametrize("line", MISTAKES, ids=[repr(line)[:60] for line in MISTAKES])
 def test_a_mistaken_option_gets_one_line(capsys: Any, line: str) -> None:
-    status, out, err = ran(capsys, *line.split())
+    status, out, err = run_main(capsys, *line.split())
     assert status == 2 and out == "" and "Traceback" not in err
     assert MISTAKES[line] in err.splitlines()[-1] and len(err) < 500, err
     assert not os.path.exists("none")
@@ -269,10 +269,10 @@ def test_a_file_that_is_none_of_ours_is_refused(capsys: Any, tmp_path: Any, name
     path = tmp_path / "given.json"
     for text in (*map(str.encode, NO_JSON), b"\xff"):
         path.write_bytes(text)
-        status, out, err = ran(capsys, *READ[name].split(), str(path))
+        status, out, err = run_main(capsys, *READ[name].split(), str(path))
         assert status == 2 and out == "" and err.count("\n") == 1 and len(err) < 500, err
         assert f"{name}='{path}': " in err
     for given in ("/", "/dev/zero", "/nowhere/x.json", ""):
-        status, out, err = ran(capsys, *READ[name].split(), given)
+        status, out, err = run_main(capsys, *READ[name].split(), given)
         assert status == 2 and out == "" and err.count("\n") == 1 and f"{name}=" in err, err
     assert [*tmp_path.iterdir()] == [path]

@@ -5,8 +5,8 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.distributed as dist
-from devices import here
-from plain import run
+from devices import to_device
+from plain import run_ranks
 
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
@@ -19,12 +19,12 @@ LLAMA = {"kv_heads": 4, "mlp": "swiglu", "norm": "rms", "bias": False, "tied": F
 
 def gpt(**choices):
     torch.manual_seed(0)
-    return here(GPT(Config(**(SHAPE | choices))))
+    return to_device(GPT(Config(**(SHAPE | choices))))
 
 
 def batch(step, sequences=2):
     torch.manual_seed(step)
-    tokens = here(torch.randint(64, (sequences, 17)))
+    tokens = to_device(torch.randint(64, (sequences, 17)))
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -73,7 +73,7 @@ def test_collectives_and_bytes_of_a_step_are_those_predicted(size):
     def work():
         return {(k, m): one_step(kinds[k], models[m]) for k in kinds for m in models}
 
-    for results in run(work, size):
+    for results in run_ranks(work, size):
         sums = {}
         for (kind, model), sent in results.items():
             config = Config(**(SHAPE | models[model]))
@@ -105,11 +105,11 @@ def test_collectives_and_bytes_of_a_step_are_those_predicted(size):
 def dropped():
     """Check that ranks' tokens have different dropout masks, and generators agree afterwards."""
     model = cut(gpt(dropout=0.5), dist.group.WORLD)
-    ones = here(torch.ones(1, 8, 32))
+    ones = to_device(torch.ones(1, 8, 32))
     torch.manual_seed(1)
     return model.blocks[0].dropout(ones) > 0, torch.get_rng_state()
 
 
 def test_ranks_drop_their_tokens_by_seeds_of_their_own():
-    (one, state), (other, theirs) = run(dropped, 2)
+    (one, state), (other, theirs) = run_ranks(dropped, 2)
     assert not torch.equal(one, other) and torch.equal(state, theirs)

@@ -93,7 +93,7 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Book:
 
 
 def test_steps_are_a_list_that_reads_without_a_script(book: Book) -> None:
-    page = book.page("book/index")
+    page = book.read_page("book/index")
     groups = re.findall(r'<div class="steps".*?</ol>\s*</div>', page, re.DOTALL)
     assert len(groups) == 2
     for group in groups:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands import ran
+from commands import run_main
 from test_cluster_slurm import ended, losses, state, until
 
 from shardlab.common.machines import MACHINES
@@ -78,7 +78,7 @@ def test_a_job_s_files_are_written_and_a_site_s_lines_are_kept(engine, tmp_path,
     into = tmp_path / "job"
     ask = ["strategy", "emit", engine, *JOB, "--into", str(into)]
     ask += ["--time", "00:30:00", "--tokens", "1e9"]
-    status, out, error = ran(capsys, *ask)
+    status, out, error = run_main(capsys, *ask)
     assert status == 0, error
     assert "sbatch job.sbatch" in out and all(path.name in out for path in into.iterdir())
     subprocess.run(["bash", "-n", into / BATCH_FILE], check=True)
@@ -86,7 +86,7 @@ def test_a_job_s_files_are_written_and_a_site_s_lines_are_kept(engine, tmp_path,
     assert "#SBATCH --time=00:30:00" in text and "#SBATCH --signal=B:USR1@300" in text
     assert re.search("(steps|--train-iters) 239", text)  # of 512 · 8192 tokens
     (into / SITE_FILE).write_text("module load mine\n")
-    assert ran(capsys, *ask)[0] == 0
+    assert run_main(capsys, *ask)[0] == 0
     assert (into / SITE_FILE).read_text() == "module load mine\n"
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import ran
+from commands import run_main
 
 from shardtools.strategy.rates import DATA_DIR, load_rates
 
@@ -17,7 +17,7 @@ HEAD = "layers,hidden,heads,ffn,emb,seq,mbs,ga,dp,pp,tp,zero"
 
 
 def run_cli(capsys, *arguments: object) -> tuple[int, str, str]:
-    return ran(capsys, "strategy", *map(str, arguments))
+    return run_main(capsys, "strategy", *map(str, arguments))
 
 
 def predict_file(capsys, path: Path) -> list[dict[str, str]]:

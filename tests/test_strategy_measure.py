@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import ran
+from commands import run_main
 from timing import timing_claims
 
 from shardlab.common.machines import MACHINES, find_machine
@@ -65,7 +65,7 @@ def test_rates_of_this_machine_predict_a_step_on_it(capsys, tmp_path: Path) -> N
     config, apart = PRESETS["micro"], []
     for _ in range(5):
         begin = time.perf_counter()
-        status, out, err = ran(capsys, "strategy", "fit", "--rates", str(path))
+        status, out, err = run_main(capsys, "strategy", "fit", "--rates", str(path))
         assert status == 0 and not err and "measured on this CPU" in out
         assert time.perf_counter() - begin < 60
         rates = read_rates(path)
@@ -78,7 +78,7 @@ def test_rates_of_this_machine_predict_a_step_on_it(capsys, tmp_path: Path) -> N
     else:
         with timing_claims():
             raise AssertionError(f"predicted over measured: {apart}")
-    status, out, _ = ran(
+    status, out, _ = run_main(
         capsys, "strategy", "plan", "--model", "micro", "--rates", str(path), "--gpus", "1",
         "--batch", "8", "--json",
     )  # fmt: skip

@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from commands import ran
+from commands import run_main
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,7 +69,7 @@ def test_constraints_are_met() -> None:
 
 
 def run_cli(capsys, *arguments: object, part: str = "plan") -> tuple[int, str, str]:
-    return ran(capsys, "strategy", *part.split(), *map(str, arguments))
+    return run_main(capsys, "strategy", *part.split(), *map(str, arguments))
 
 
 JOB = "--model", "llama-3-8b", "--gpu", "a100-80", "--gpus", "16"

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from commands import ran
+from commands import run_main
 
 from shardlab.common.shapes import PRESETS
 from shardlab.layout import Layout, build_stages
@@ -181,7 +181,7 @@ def test_context_messages_hide_behind_attention() -> None:
 
 
 def run_cli(capsys, *arguments: object, part: str = "plan") -> tuple[int, str, str]:
-    return ran(capsys, "strategy", *part.split(), *map(str, arguments))
+    return run_main(capsys, "strategy", *part.split(), *map(str, arguments))
 
 
 JOB = "--model", "llama-3-405b", "--gpu", "h100", "--batch", "2048", "--seq", "8192"

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from devices import here, random_state
-from plain import adamw, gap, plain_model, run
+from devices import get_random_state, to_device
+from plain import build_plain_model, make_adamw, max_diff, run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlab import tensor_parallel as tp
@@ -28,7 +28,7 @@ def world():
 
 def batch(config, step=0, size=3):
     generator = torch.Generator().manual_seed(step)
-    return here(torch.randint(config.vocab, (2, size, config.seq), generator=generator))
+    return to_device(torch.randint(config.vocab, (2, size, config.seq), generator=generator))
 
 
 def own(tensor, dimension, group):
@@ -50,8 +50,8 @@ def losses():
         ("large", 1e4, torch.float64, "mean"),
         ("bf16", 3.0, torch.bfloat16, "mean"),
     ):
-        whole = here(scale * torch.randn(2, 5, 12 * size, dtype=torch.float64)).to(dtype)
-        targets = here(torch.randint(12 * size, (2, 5)))
+        whole = to_device(scale * torch.randn(2, 5, 12 * size, dtype=torch.float64)).to(dtype)
+        targets = to_device(torch.randint(12 * size, (2, 5)))
         logits = [whole.clone().requires_grad_(), own(whole, -1, group).clone().requires_grad_()]
         wanted = loss(logits[0], targets, reduction)
         with count.record_traffic() as sent:
@@ -62,13 +62,14 @@ def losses():
         with pytest.raises(RuntimeError, match="second time"):
             found.backward()
         assert found.dtype == wanted.dtype and logits[1].grad.dtype == dtype
-        worst[name] = max(gap(found, wanted), gap(logits[1].grad, own(logits[0].grad, -1, group)))
+        wanted_grad = own(logits[0].grad, -1, group)
+        worst[name] = max(max_diff(found, wanted), max_diff(logits[1].grad, wanted_grad))
     return worst, sent.collectives
 
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_the_loss_never_gathers_logits(size):
-    for worst, sent in run(losses, size):
+    for worst, sent in run_ranks(losses, size):
         # float64; 10 tokens of up to 48 entries, for "large" at 1e4: 1e-12 of them is lost.
         assert worst["plain"] < 1e-13 and worst["sum"] < 1e-12 and worst["large"] < 1e-11
         # float32 inside, and gradients of up to 0.2 rounded to 8 bits.
@@ -80,8 +81,8 @@ def test_the_loss_never_gathers_logits(size):
 def counted(config):
     """Compare a step's all-reduces and bytes, and bytes of states, with the formulas."""
     t, tokens = dist.get_world_size(), batch(config, size=2)
-    model = tp.parallelize(plain_model(config, torch.float32), world())
-    optimizer = adamw(model)
+    model = tp.parallelize(build_plain_model(config, torch.float32), world())
+    optimizer = make_adamw(model)
     with count.record_traffic() as forward:
         logits = model(tokens[0])
     with count.record_traffic() as of_loss:
@@ -116,7 +117,7 @@ def test_all_reduces_bytes_and_states_are_as_predicted(size):
         GPT2, LLAMA, replace(LLAMA, layers=3), replace(LLAMA, **mixed), today, latent,
         replace(latent, query_latent=None, window=3),
     )  # fmt: skip
-    for results in run(lambda: [counted(config) for config in configs], size):
+    for results in run_ranks(lambda: [counted(config) for config in configs], size):
         for config, (found, predicted) in zip(configs, results, strict=True):
             assert found == predicted, config
     few, many = (tp.predict_calls(replace(GPT2, layers=n), size) for n in (1, 4))
@@ -140,9 +141,9 @@ class Order(TorchDispatchMode):
 
 
 def overlapped():
-    x = here(torch.randn(2, 3, 8)).requires_grad_()
-    weights = [here(torch.randn(n, 8)).requires_grad_() for n in (4, 2, 2)]
-    biases = [here(torch.randn(4)).requires_grad_(), None, None]
+    x = to_device(torch.randn(2, 3, 8)).requires_grad_()
+    weights = [to_device(torch.randn(n, 8)).requires_grad_() for n in (4, 2, 2)]
+    biases = [to_device(torch.randn(4)).requires_grad_(), None, None]
     loss = sum(y.square().sum() for y in apply_columns(x, weights, biases, world(), tp.REPLICATED))
     plain = dist.all_reduce
     with Order() as order:
@@ -164,12 +165,12 @@ def overlapped():
     entered = tp.copy_to(x, world())
     ys = [F.linear(entered, w, b) for w, b in zip(weights, biases, strict=True)]
     sum(y.square().sum() for y in ys).backward()
-    worst = max(gap(f, t.grad) for f, t in zip(found, (x, *weights, biases[0]), strict=True))
+    worst = max(max_diff(f, t.grad) for f, t in zip(found, (x, *weights, biases[0]), strict=True))
     return order.seen, worst
 
 
 def test_weights_gradients_are_computed_while_the_inputs_is_under_way():
-    for order, worst in run(overlapped, 2):
+    for order, worst in run_ranks(overlapped, 2):
         assert order == ["mm", "addmm_", "addmm_", "allreduce_", "mm", "mm", "mm", "wait"]
         assert worst < 1e-4  # float32; sums of 6 and 8 terms of size 10, as layer by layer
 
@@ -177,13 +178,13 @@ def test_weights_gradients_are_computed_while_the_inputs_is_under_way():
 def states_there_and_back():
     group, rank, size = world(), dist.get_rank(), dist.get_world_size()
     for config in (GPT2, LLAMA):
-        plain, other = plain_model(config, seed=1), plain_model(config, seed=2)
+        plain, other = build_plain_model(config, seed=1), build_plain_model(config, seed=2)
         model = tp.parallelize(other, group)
         with count.record_traffic() as sent:
             tp.load_full_state_dict(model, plain.state_dict())
         assert not sent.calls and not sent.messages
         tokens = batch(config)[0]
-        assert gap(model(tokens), own(plain(tokens), -1, group)) < 1e-12  # float64, as above
+        assert max_diff(model(tokens), own(plain(tokens), -1, group)) < 1e-12  # float64, as above
         wanted = plain.state_dict()
         for to in (None, *range(size)):
             full = tp.full_state_dict(model, to)
@@ -206,7 +207,7 @@ def states_there_and_back():
 
 
 def test_states_go_into_shares_and_come_back_bit_for_bit():
-    assert all(run(states_there_and_back, 4))
+    assert all(run_ranks(states_there_and_back, 4))
 
 
 def initialized(config):
@@ -217,10 +218,10 @@ def initialized(config):
     torch.manual_seed(3)
     with count.track_memory() as held, count.record_traffic() as sent:
         tp.initialize_shards(model, device="cpu")
-    state = random_state()
+    state = get_random_state()
     torch.manual_seed(3)
     plain = GPT(config)
-    assert torch.equal(state, random_state())
+    assert torch.equal(state, get_random_state())
     assert not sent.calls
     full = tp.full_state_dict(model)
     assert all(torch.equal(full[name], value) for name, value in plain.state_dict().items())
@@ -232,12 +233,12 @@ def initialized(config):
 
 
 def test_a_model_that_is_whole_nowhere_has_the_numbers_of_one_that_is():
-    run(lambda: [initialized(config) for config in (GPT2, LLAMA)], 2, device="cpu")  # drawn there
+    run_ranks(lambda: [initialized(config) for config in (GPT2, LLAMA)], 2, device="cpu")
 
 
 def dropped():
     """Check that ranks' equal heads have different dropout masks; generators agree afterwards."""
-    model = tp.parallelize(plain_model(replace(GPT2, dropout=0.5)), world())
+    model = tp.parallelize(build_plain_model(replace(GPT2, dropout=0.5)), world())
     attention = model.blocks[0].attention
     with torch.no_grad():
         for name in ("query", "key", "value"):
@@ -246,9 +247,9 @@ def dropped():
         attention.out.weight.copy_(torch.eye(32)[:, : attention.out.weight.shape[1]])
         attention.out.leave_region = lambda y, group: y
         torch.manual_seed(7)
-        return attention(here(torch.ones(1, 6, 32)).double()), random_state()
+        return attention(to_device(torch.ones(1, 6, 32)).double()), get_random_state()
 
 
 def test_heads_drop_by_seeds_of_their_own():
-    (part, state), (other, theirs) = run(dropped, 2)
+    (part, state), (other, theirs) = run_ranks(dropped, 2)
     assert not torch.equal(part, other) and torch.equal(state, theirs)

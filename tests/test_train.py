@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from forked import forked
+from forked import run_forked
 
 from shardlab import ranks
 from shardlab.common import show, text
@@ -388,7 +388,7 @@ def run_alone(folder: Path, *options: str) -> tuple[int, str]:
         sys.argv = [str(SCRIPT), "--folder", str(folder), *SHORT, *options]
         take_home.run()
 
-    return forked(main, folder.parent, ENVIRONMENT)
+    return run_forked(main, folder.parent, ENVIRONMENT)
 
 
 def test_a_job_outlives_a_killed_rank_and_signals_and_goes_on(tmp_path):

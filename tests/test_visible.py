@@ -25,24 +25,24 @@ def each(test):
 
 @each
 def test_few_visible_lines_assert_or_format(path):
-    proof, total = visible.share_of_proof(path.read_text("utf-8"))
+    proof, total = visible.count_proof_lines(path.read_text("utf-8"))
     assert proof <= PROOF * total, f"{proof} of {total}: python tests/visible.py {path.name}"
 
 
 @each
 def test_a_lesson_takes_an_hour_without_what_can_wait_and_two_with_it(path):
     page = PAGES[path.stem]
-    assert visible.words(page.text) <= 5000
+    assert visible.count_words(page.text) <= 5000
     assert page.first <= 60
-    assert visible.minutes(page.text) <= 120
+    assert visible.estimate_minutes(page.text) <= 120
 
 
 @each
 def test_most_of_the_core_is_on_the_page(path):
-    core = visible.core_of(path.stem)
+    core = visible.find_core(path.stem)
     if path.stem in WITHOUT_CORE:
         assert core is None
         return
-    there, lines = visible.share_of_core(path.read_text("utf-8"), core)
+    there, lines = visible.count_core_lines(path.read_text("utf-8"), core)
     assert there >= CORE * lines
     assert len(core.read_text("utf-8").splitlines()) <= 400

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from commands import ran
+from commands import run_main
 from test_strategy_emit import MEGATRON, TORCHTITAN
 
 from shardlab import layout
@@ -38,7 +38,7 @@ def test_the_planner_s_commands_run_and_say_what_the_page_says(
     if "strategy run" in line and not request.config.getoption("--whole"):
         pytest.skip("starts eight ranks: tests/test_strategy_trial.py starts some each day")
     monkeypatch.chdir(tmp_path)
-    status, out, error = ran(capsys, *words(line))
+    status, out, error = run_main(capsys, *words(line))
     assert status == 0, error
     if "strategy run" in line:
         assert out.rstrip().endswith("equal to one process but for rounding")
@@ -58,7 +58,7 @@ def test_the_page_s_layouts_are_those_of_an_engine_and_its_bytes(capsys):
     for engine, line in {"torchtitan": asked, "course": script}.items():
         profile = line[line.index("--profile") + 1]
         assert PROFILES[profile].recipe.gradients == 4  # both accumulate in float32
-        best = json.loads(ran(capsys, *line)[1])["best"]
+        best = json.loads(run_main(capsys, *line)[1])["best"]
         assert best
         for row in best:
             assert emit(
@@ -69,7 +69,7 @@ def test_the_page_s_layouts_are_those_of_an_engine_and_its_bytes(capsys):
 def test_the_other_commands_take_the_options_that_the_page_gives(capsys):
     for line in set(OURS) - set(PLANS):
         given = re.search(r"-m shardlab (\w+(?: watch)?)(.*?)[\"\n]?$", line)
-        status, out, _ = ran(capsys, *given[1].split(), "--help")
+        status, out, _ = run_main(capsys, *given[1].split(), "--help")
         assert status == 0
         assert all(option in out for option in re.findall(r"--[\w-]+", given[2])), line
 

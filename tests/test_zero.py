@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from devices import here
-from sides import SMALL, Toy, whole_gradients
-from sides import optimizer as adamw
+from devices import to_device
+from sides import SMALL_BUCKETS, ToyModel, gather_gradients
+from sides import make_optimizer as adamw
 from test_data_parallel import gap, toy_batch, toy_loss
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -28,8 +28,8 @@ def run(fn, size, *args, device="auto", timeout=100, show=True):
 def sharded(plain, stage, **options):
     """Return `plain`, sharded over all ranks, in several buckets or units."""
     if stage < 3:
-        options = SMALL | options
-    elif isinstance(plain, Toy):
+        options = SMALL_BUCKETS | options
+    elif isinstance(plain, ToyModel):
         # Unused parameters cannot be a unit of their own: `left` and `right` are in the rest.
         options = {"units": [plain.frozen]} | options
     return zero.shard(plain, dist.group.WORLD, stage, **options)
@@ -74,16 +74,16 @@ def held_and_sent():
     """Check states and sent messages to the byte, for models with unequal shards."""
     rank = dist.get_rank()
     for stage, dtype in [(s, d) for s in STAGES for d in (None, torch.bfloat16)]:
-        for plain in (here(Toy()), here(GPT(PRESETS["nano"]))):
+        for plain in (to_device(ToyModel()), to_device(GPT(PRESETS["nano"]))):
             model = sharded(plain, stage, compute_dtype=dtype)
             optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
             for step in range(2):
                 optimizer.zero_grad()
                 with count.record_traffic() as sent:
-                    if isinstance(plain, Toy):
+                    if isinstance(plain, ToyModel):
                         toy_loss(model, toy_batch(step, rank, 6)).backward()
                     else:
-                        tokens, targets = here(text.get_batch(32, 2, start=2 * rank))
+                        tokens, targets = to_device(text.get_batch(32, 2, start=2 * rank))
                         loss(model(tokens), targets).backward()
                 optimizer.step()
             if isinstance(plain, GPT):  # all parameters are used: every piece has a gradient
@@ -105,7 +105,7 @@ def test_states_and_messages_are_as_predicted_to_the_byte():
 
 def states_and_back():
     """Load the full weights from four ranks' shards into two ranks' shards of another stage."""
-    rank, toy = dist.get_rank(), here(Toy())
+    rank, toy = dist.get_rank(), to_device(ToyModel())
     with torch.no_grad():
         toy.left.weight.fill_(rank)  # all start with rank 0's weights
         toy.seen.fill_(rank)
@@ -116,18 +116,18 @@ def states_and_back():
         toy_loss(model, toy_batch(0, rank, 4)).backward()
         optimizer.step()
         state = model.full_state_dict()
-        assert list(state) == list(Toy().state_dict())
+        assert list(state) == list(ToyModel().state_dict())
         assert state["seen"] == 4  # buffers, too
         assert torch.equal(state["head.weight"], state["embedding.weight"])
         for other in STAGES:
-            second = zero.shard(here(Toy()), pair, other)
+            second = zero.shard(to_device(ToyModel()), pair, other)
             second.load_full_state_dict(state)
             batch = toy_batch(1, 0, 4)
             assert torch.equal(second(batch[0]), model(batch[0]))
             again = second.full_state_dict()
             del again["seen"]
             assert all(torch.equal(again[name], state[name]) for name in again)
-        plain = here(Toy())
+        plain = to_device(ToyModel())
         plain.load_state_dict(state)
         assert torch.equal(plain(batch[0]), model(batch[0]))
     return state["left.weight"][0, 1].item()
@@ -182,8 +182,8 @@ CALLS = {
 
 def ways_through():
     """Compare every use of stage 3's units, with every setting, to autograd without ZeRO."""
-    serial = here(Chain())
-    x = here(torch.randn(3, 8, generator=torch.Generator().manual_seed(dist.get_rank())))
+    serial = to_device(Chain())
+    x = to_device(torch.randn(3, 8, generator=torch.Generator().manual_seed(dist.get_rank())))
     settings = [
         {},
         {"prefetch": False},
@@ -199,15 +199,15 @@ def ways_through():
     models += [sharded(copy.deepcopy(serial), stage) for stage in (1, 2)]
     for name, call in CALLS.items():
         for number, model in enumerate(models):
-            expected = here(Chain())
+            expected = to_device(Chain())
             for r in range(dist.get_world_size()):
-                share = here(torch.randn(3, 8, generator=torch.Generator().manual_seed(r)))
+                share = to_device(torch.randn(3, 8, generator=torch.Generator().manual_seed(r)))
                 (expected(share, **call).square().mean() / dist.get_world_size()).backward()
             if number % 2:  # a forward without a backward in between does no harm
                 with torch.no_grad():
                     model(x)
             model(x, **call).square().mean().backward()
-            found = whole_gradients(model, dist.group.WORLD)
+            found = gather_gradients(model, dist.group.WORLD)
             trained = [(k, p) for k, p in expected.named_parameters() if p.requires_grad]
             for key, parameter in trained:
                 wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -227,10 +227,10 @@ def test_units_in_any_order_twice_or_recomputed():
 
 def under_way():
     """Return the messages in flight and the gathered units during other computations."""
-    tokens = here(torch.zeros(2, 64, dtype=torch.int64))
+    tokens = to_device(torch.zeros(2, 64, dtype=torch.int64))
     sent = []
     for stage in STAGES:
-        model = sharded(here(GPT(PRESETS["nano"])), stage)
+        model = sharded(to_device(GPT(PRESETS["nano"])), stage)
         embedding = model.module.embedding.weight  # its gradient is the last to come
         embedding.register_post_accumulate_grad_hook(
             lambda _, m=model: sent.append(len(m.reducer.sent))
@@ -239,7 +239,7 @@ def under_way():
         assert model.reducer.sent == []  # all finished
     states = []
     for prefetch in (True, False):
-        model = zero.Zero3(here(GPT(PRESETS["nano"])), dist.group.WORLD, prefetch=prefetch)
+        model = zero.Zero3(to_device(GPT(PRESETS["nano"])), dist.group.WORLD, prefetch=prefetch)
 
         def look(*_, model=model):
             units = [model.rest, *model.units]
@@ -269,10 +269,10 @@ def interrupted():
     """After an error in backward, a forward is required, and the next step is right."""
     found = []
     for stage in STAGES:
-        x = here(torch.randn(3, 8, generator=torch.Generator().manual_seed(dist.get_rank())))
-        model = sharded(here(Chain()), stage)
+        x = to_device(torch.randn(3, 8, generator=torch.Generator().manual_seed(dist.get_rank())))
+        model = sharded(to_device(Chain()), stage)
         model(x).sum().backward()
-        wanted = whole_gradients(model, dist.group.WORLD)
+        wanted = gather_gradients(model, dist.group.WORLD)
         model.zero_grad()
         other = model(x).sum()
         with pytest.raises(ZeroDivisionError):
@@ -281,7 +281,7 @@ def interrupted():
             other.backward()
         model.zero_grad()
         model(x).sum().backward()
-        again = whole_gradients(model, dist.group.WORLD)
+        again = gather_gradients(model, dist.group.WORLD)
         found.append(gap(list(wanted.values()), list(again.values())))
     return found
 
@@ -294,9 +294,9 @@ def by_hand():
     """Step without an optimizer: the forward needs `changed()` first, and equals one process."""
     rank = dist.get_rank()
     for stage in STAGES:
-        model, plain = sharded(here(Chain()), stage), here(Chain())
+        model, plain = sharded(to_device(Chain()), stage), to_device(Chain())
         shares = [
-            here(torch.randn(3, 8, generator=torch.Generator().manual_seed(r))) for r in range(2)
+            to_device(torch.randn(3, 8, generator=torch.Generator().manual_seed(r))) for r in (0, 1)
         ]
         model(shares[rank]).sum().backward()
         for share in shares:

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 import nbformat
-from forked import forked
+from forked import run_forked
 
 from shardcourse import build
 from shardlab.common import show
@@ -93,7 +93,6 @@ class Book:
         (root / "book/_ext").symlink_to(show.ROOT / "book/_ext")
 
     def write(self, name: str, text: str) -> None:
-        """Write a file of the book."""
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, "utf-8")
@@ -112,30 +111,27 @@ class Book:
         clean = {k: v for k, v in os.environ.items() if k not in ("RECORDED", "BOOK_REPOSITORY")}
         environment = {**clean, **environment}
         call = lambda: runpy.run_path(BUILD, run_name="__main__")  # noqa: E731
-        status, self.log = forked(call, self.root, environment)
+        status, self.log = run_forked(call, self.root, environment)
         return status
 
-    def built(self, **environment: str) -> Book:
+    def build_checked(self, **environment: str) -> Book:
         """Build; fail with the log if the build fails."""
         assert self.build(**environment) == 0, self.log
         return self
 
     @property
-    def executed(self) -> list[str]:
-        """Return the lessons that the last build executed."""
+    def executed_lessons(self) -> list[str]:
         lines = re.findall(r"^executed \d+ of \d+: (\S+), \d+ s", self.log, re.MULTILINE)
         return sorted(lines)
 
-    def page(self, name: str = "lessons/small") -> str:
-        """Return a page of the site."""
+    def read_page(self, name: str = "lessons/small") -> str:
         return (self.root / "_build/html" / f"{name}.html").read_text("utf-8")
 
     @property
     def recording(self) -> Path:
-        """Path of the lesson's recording."""
         return self.root / build.RECORDED / "small.ipynb"
 
-    def record(self, device: str = "", output: str = "") -> nbformat.NotebookNode:
+    def record_lesson(self, device: str = "", output: str = "") -> nbformat.NotebookNode:
         """Record the lesson; then set `device` and replace the output of its last cell."""
         lesson = build.execute("small", self.root)
         about = lesson.metadata["shardlab"]

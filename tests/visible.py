@@ -37,28 +37,27 @@ class Cell:
         return bool(self.tags & {"hide-input", "hide-cell"})
 
 
-def cells(text: str) -> list[Cell]:
-    """Return the code cells of a lesson outside its exercises and solutions."""
+def list_cells(text: str) -> list[Cell]:
     code = [part for part in outside(text) if part.kind == "code"]
     return [Cell(part.text, frozenset(part.cell.metadata.get("tags", []))) for part in code]
 
 
-def proof_lines(source: str) -> set[int]:
+def find_proof_lines(source: str) -> set[int]:
     """Return the line numbers of a cell that assert, compare or make a table."""
     lines: set[int] = set()
     for statement in ast.parse(source).body:
-        lines |= _proof(statement)
+        lines |= _find_proof_lines(statement)
     return lines
 
 
-def _proof(node: ast.stmt) -> set[int]:
+def _find_proof_lines(node: ast.stmt) -> set[int]:
     inner = [s for field in ("body", "orelse", "finalbody") for s in getattr(node, field, [])]
     for handler in getattr(node, "handlers", []):
         inner += handler.body
     whole = set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     if inner:
-        found = set().union(*map(_proof, inner))
-        every = all(_proof(s) for s in inner)
+        found = set().union(*map(_find_proof_lines, inner))
+        every = all(_find_proof_lines(s) for s in inner)
         return whole if every and not isinstance(node, ast.FunctionDef | ast.ClassDef) else found
     if isinstance(node, ast.Assert):
         return whole
@@ -78,36 +77,36 @@ def _proof(node: ast.stmt) -> set[int]:
     return whole if names & _MADE else set()
 
 
-def share_of_proof(text: str) -> tuple[int, int]:
+def count_proof_lines(text: str) -> tuple[int, int]:
     """Return (lines of proof, lines) of a lesson's visible code, without blank lines."""
     proof = total = 0
-    for cell in cells(text):
+    for cell in list_cells(text):
         if not cell.folded:
             full = {n for n, line in enumerate(cell.source.splitlines(), 1) if line.strip()}
-            proof, total = proof + len(proof_lines(cell.source) & full), total + len(full)
+            proof, total = proof + len(find_proof_lines(cell.source) & full), total + len(full)
     return proof, total
 
 
-def share_of_core(text: str, core: Path) -> tuple[int, int]:
+def count_core_lines(text: str, core: Path) -> tuple[int, int]:
     """Return (lines of the file `core` that the lesson shows, its lines), without blank lines."""
-    sources = [cell.source for cell in cells(text)]
+    sources = [cell.source for cell in list_cells(text)]
     names = imported(sources)
     lines = {line for source in sources for line in shown(source, names)}
     there = sum(Path(path).resolve() == core.resolve() for path, _ in lines)
     return there, sum(bool(line.strip()) for line in core.read_text("utf-8").splitlines())
 
 
-def words(text: str) -> int:
+def count_words(text: str) -> int:
     """Count the words of prose outside of code and exercises."""
     return sum(section.words for section in sections(text))
 
 
-def minutes(text: str) -> float:
+def estimate_minutes(text: str) -> float:
     """Return the reading time of a lesson without exercises: prose, and visible code."""
     return sum(section.minutes for section in sections(text))
 
 
-def place_of(module: str) -> Path | None:
+def find_module(module: str) -> Path | None:
     """Return the folder or file of a topic's module, in whichever package it stands."""
     folders = [ROOT / "code" / name / module for name in PACKAGES]
     found = [p for p in folders if (p / "__init__.py").exists()]
@@ -115,31 +114,30 @@ def place_of(module: str) -> Path | None:
     return next(iter(found), None)
 
 
-def core_of(topic: str) -> Path | None:
+def find_core(topic: str) -> Path | None:
     """Return the file with what a lesson teaches, if it has one."""
-    place = place_of(topic)
+    place = find_module(topic)
     file = place / "core.py" if place and place.is_dir() else place
     return file if file and file.exists() else None
 
 
 def main(paths: list[str]) -> None:
-    """Print the figures of each lesson, and what counts as proof in it."""
     for path in map(Path, paths):
         text = path.read_text("utf-8")
-        proof, total = share_of_proof(text)
+        proof, total = count_proof_lines(text)
         share = f"{proof} of {total} visible lines ({100 * proof / total:.1f} %)"
         print(f"{path}: {share} are proof")
-        print(f"  {words(text)} words: {minutes(text):.0f} minutes")
-        if core := core_of(path.stem):
-            there, lines = share_of_core(text, core)
+        print(f"  {count_words(text)} words: {estimate_minutes(text):.0f} minutes")
+        if core := find_core(path.stem):
+            there, lines = count_core_lines(text, core)
             part = f"{there} of {lines} lines ({100 * there / lines:.0f} %)"
             print(f"  of {core.relative_to(ROOT)} {part} are on the page")
-        for cell in cells(text):
+        for cell in list_cells(text):
             if cell.folded:
                 if not cell.source.startswith("# "):
                     print(f"  folded, and no first line says what it does: {cell.source[:50]!r}")
                 continue
-            for n in sorted(proof_lines(cell.source)) if len(paths) == 1 else []:
+            for n in sorted(find_proof_lines(cell.source)) if len(paths) == 1 else []:
                 print(f"    {cell.source.splitlines()[n - 1]}")
 
 

@@ -121,7 +121,7 @@ def test_a_deck_s_minutes_are_the_lesson_s(site, topic, request):
     page = BeautifulSoup((site / f"lessons/{topic}.html").read_text("utf-8"), "html.parser")
     read = [section for section in deck.parts(page.article) if section.title != "Exercises"]
     whole = sum(section.seconds for section in read) / 60
-    wanted = visible.minutes((show.ROOT / f"lessons/{topic}.md").read_text("utf-8"))
+    wanted = visible.estimate_minutes((show.ROOT / f"lessons/{topic}.md").read_text("utf-8"))
     assert whole == pytest.approx(wanted, rel=0.2)
 
 

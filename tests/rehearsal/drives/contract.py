@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 
 import contract
-from rows import ROWS, on_gpus
+from rows import ROWS, select_gpu_rows
 
 from rehearsal.machine import HERE, KIND, waits
 
@@ -23,14 +23,14 @@ MESSAGES = ("pipeline", "context")  # what passes them: on a shared GPU, through
 def _drive(technique: str) -> Drive:
     def drive() -> None:
         size = RANKS[HERE.gpus]
-        rows = on_gpus(technique, size, "REHEARSE_WHOLE" in os.environ)
+        rows = select_gpu_rows(technique, size, "REHEARSE_WHOLE" in os.environ)
         shared = {} if HERE.gpus < size else {"waits": waits}
-        found = contract.all_of(rows, KIND, **shared)
+        found = contract.measure_rows(rows, KIND, **shared)
         for row in rows:
-            contract.judged(row, found, "cpu")  # whose kernels a pretended GPU has
+            contract.check_gaps(row, found, "cpu")  # whose kernels a pretended GPU has
 
-    gpus = [number for number, size in RANKS.items() if on_gpus(technique, size)]
-    today = [number for number in gpus if on_gpus(technique, RANKS[number], whole=False)]
+    gpus = [number for number, size in RANKS.items() if select_gpu_rows(technique, size)]
+    today = [number for number in gpus if select_gpu_rows(technique, RANKS[number], whole=False)]
     drive.__module__ = __name__
     # Four ranks go the ways of two: each day they have what takes four, a mesh.
     daily = [n for n in today if n == 2 or (n == 1 and technique in MESSAGES)] or today

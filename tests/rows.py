@@ -41,7 +41,7 @@ RANKS = 1, 2, 4  # numbers of ranks
 def make_row(technique: str, case: str, config: Config | None, layout: Layout, **more: Any) -> Row:
     """Return a row; `more` holds the fields that differ from the usual ones."""
     sizes = more.pop("sizes", (6 if config is None else 2,) * layout.dp)
-    return Row(technique, case, config, layout, more.pop("near", FLOAT64), sizes, **more)
+    return Row(technique, case, config, layout, more.pop("tol", FLOAT64), sizes, **more)
 
 
 # A step's branches of copy c, its samples, its micro-batches.

@@ -188,7 +188,6 @@ def _explain_factor(case: WrongTensor) -> str:
 
 
 def _explain_missing_reduction(case: WrongTensor) -> str:
-    """Explain ranks' own values that were not all-reduced, or not averaged."""
     if len(case.values) < 2 or len({v.found.shape for v in case.values}) > 1:
         return ""
     by_place = _group_values(case.values, lambda one, other: one.place.is_same(other.place))
@@ -307,7 +306,6 @@ def _explain_narrow_dtype(case: WrongTensor) -> str:
 
 
 def _explain_bias(case: WrongTensor) -> str:
-    """Explain an output whose rows are all off by the same amount, such as a bias."""
     value = case.wrong_values[0]
     if value.found.dim() < 2 or case.key.phase != "forward":
         return ""

@@ -42,7 +42,6 @@ def describe_missing_rows(key: Key, tol: Tolerance, ranks: list[Any]) -> str:
 
 
 def _build_coverage_mask(key: Key, full: Tensor, ranks: list[Any]) -> Tensor:
-    """Return a mask of the full tensor: True for numbers that some rank holds."""
     mask = torch.zeros(full.shape, dtype=torch.bool)
     for matcher in ranks:
         for match in matcher.matches.get(key, ()):

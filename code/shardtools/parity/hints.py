@@ -28,7 +28,6 @@ def _get_right_keys_before(comparison: Comparison) -> list[Key]:
 
 
 def _get_backward_factors(comparison: Comparison) -> dict[int, float]:
-    """Return the factors with which each rank's backward began in that step."""
     step = comparison.report.first_finding.key.step
     return {m.rank: f for m in comparison.ranks for f in m.get_backward_factors(step)}
 

@@ -389,7 +389,6 @@ def _read_gradient(p: Tensor) -> Tensor | None:
 
 
 def _hash_rng_states() -> tuple[Any, ...]:
-    """Return hashes of the states of this process's random number generators."""
     on_gpu = (
         gpu.get_device_module().default_generators
         if gpu.get_device_module().is_initialized()

@@ -153,7 +153,6 @@ def combine_draws(record: Record, draws: list[dict[Key, tuple[float, ...]]]) -> 
 
 
 def _is_gradient_undecided(key: Key, found: dict[Key, tuple]) -> bool:
-    """Return True if rounding alone decides an update's gradient."""
     return found.get(key._replace(phase="gradient"), (0.0,))[0] * TOLERANCE_FACTOR > MAX_TOLERANCE
 
 

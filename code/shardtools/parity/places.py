@@ -87,7 +87,6 @@ class Place:
 
 
 def _cut_padded(size: int, total: int, first: int) -> Iterator[Index]:
-    """Yield all numbers, with padding behind them."""
     if size > total:
         yield torch.cat((torch.arange(total), torch.full((size - total,), -1)))
 
@@ -135,7 +134,6 @@ def _cut_uneven(size: int, total: int, first: int) -> Iterator[Index]:
 
 
 def _order_parts(size: int, total: int, first: int) -> Iterator[int]:
-    """Yield the numbers of equal parts, the likeliest first."""
     if 0 < size < total and total % size == 0:
         ranks = total // size
         yield from ((first + n) % ranks for n in range(ranks))

@@ -157,7 +157,6 @@ def _record_plain(
     every_step: bool,
     timeout: float,
 ) -> Record:
-    """Return the plain program's record, made in a process of its own."""
     check_integer(1, 100, draws=draws)
     where = None if folder is None else create_folder(Path(folder))
     (record,) = launch.run(record_program, 1, plain, draws, where, every_step, timeout=timeout)

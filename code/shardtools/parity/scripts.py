@@ -70,7 +70,6 @@ def watch(
 
 
 def _get_rank_and_size() -> tuple[int, int]:
-    """Return this process's rank, and the number of ranks."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     place = launcher.read_launch_info(os.environ)

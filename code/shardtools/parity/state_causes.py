@@ -24,7 +24,6 @@ MAX_PLACES = 8  # places of another step's tensor that are tried
 
 
 def _explain_loaded_weights(case: WrongTensor) -> str:
-    """Explain the weights of a resumed run: those of an earlier step, or others."""
     if case.key.phase != "weights" or case.key.step == INITIAL_STEP:
         return ""
     for step in sorted(k.step for k in case.plain.parts if k[1:] == case.key[1:]):
@@ -36,7 +35,6 @@ def _explain_loaded_weights(case: WrongTensor) -> str:
 
 
 def _explain_other_optimizer(case: WrongTensor) -> str:
-    """Explain an update that an optimizer of another class made."""
     wanted = case.plain.parts[case.key][0].optimizer_class
     found = {part.optimizer_class for part in case.get_wrong_parts().values()} - {""}
     if case.key.phase != "update" or not wanted or not found or wanted in found:
@@ -96,7 +94,6 @@ def _explain_other_step(case: WrongTensor) -> str:
 
 
 def _explain_random_state(case: WrongTensor) -> str:
-    """Explain a resumed run's first output in which random numbers are drawn."""
     parts = (match.part for m in case.ranks for match in m.matches.get(case.key, ()))
     resumed = case.key.phase == "forward" and case.key.step == case.ranks[0].first_step > 0
     if not resumed or not any(part.used_rng for part in parts):

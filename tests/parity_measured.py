@@ -78,18 +78,12 @@ def measure_loss_errors(names: list[str]) -> tuple[dict[str, list[float]], dict[
         1, device="cpu", timeout=1200,
     )  # fmt: skip
     found = []
-    for made in (
-        make_longer_program,
-        lambda one: lambda row: make_parallel_program(row, one.control),
-    ):
-        of = measure_losses({name: (one.row, made(one)) for name, one in ones.items()})
+    control = lambda one: lambda row: make_parallel_program(row, one.control)  # noqa: E731
+    for make in (make_longer_program, control):
+        losses = measure_losses({name: (one.row, make(one)) for name, one in ones.items()})
         wanted = {name: alone[name_plain_program(one.row)] for name, one in ones.items()}
-        found.append(
-            {
-                name: [a / b - 1 for a, b in zip(of[name], wanted[name], strict=True)]
-                for name in ones
-            }
-        )
+        pairs = {name: zip(losses[name], wanted[name], strict=True) for name in ones}
+        found.append({name: [a / b - 1 for a, b in each] for name, each in pairs.items()})
     return found[0], found[1]
 
 
@@ -139,14 +133,14 @@ def check_types(one: WrongProgram) -> str:
     if not is_covered(one.row):
         return ""
 
-    def check_step(mistake: Any, row: Row, instead: Any = ()) -> tt.Verdict:
-        def taken(group: dist.ProcessGroup) -> None:
+    def check_step(mistake: Any, row: Row, patches: Any = ()) -> tt.Verdict:
+        def run_step(group: dist.ProcessGroup) -> None:
             with ExitStack() as stack:
-                for owner, name, value in instead:
+                for owner, name, value in patches:
                     stack.enter_context(mock.patch.object(owner, name, value))
                 run_typed_step(row, mistake, group)
 
-        return tt.check_step(taken, group=one.row.ranks)
+        return tt.check_step(run_step, group=one.row.ranks)
 
     right = check_step(lambda side: None, one.row)
     assert right, right
@@ -158,9 +152,7 @@ def check_types(one: WrongProgram) -> str:
 # The whole table
 
 
-def measure_mistakes(
-    reports: dict[str, parity.Report], names: list[str]
-) -> dict[str, dict[str, Any]]:
+def measure_mistakes(reports: dict[str, Any], names: list[str]) -> dict[str, dict[str, Any]]:
     """Return by program the error of its loss, and which checks find it from which step on."""
     wrong, right = measure_loss_errors(names)
     far = {name: max(map(abs, each)) for name, each in right.items()}

@@ -23,12 +23,7 @@ from shardlab import ranks
 from shardlab.checkpoint import Checkpoints, Training
 from shardlab.layout import Layout
 from shardtools import parity
-from shardtools.parity.programs import (
-    build_report,
-    build_stopped_report,
-    match_program,
-    record_program,
-)
+from shardtools.parity import programs
 
 SMALL = replace(GPT2, layers=1)
 STEPS, STOP = 3, 2
@@ -190,15 +185,11 @@ FSDP, FSDP_4 = (make_row("FSDP2", SMALL, Layout(dp=n, zero=3)) for n in (2, 4))
 DROPOUT_ROW = replace(ALONE, config=replace(DROPOUT, layers=1))
 
 
-def make_zero_row(stage: int, n: int) -> Row:
-    return make_row("zero", SMALL, Layout(dp=n, zero=stage))
-
+ZERO_2, ZERO_4 = (make_row("zero", SMALL, Layout(dp=n, zero=2)) for n in (2, 4))
 
 RIGHT = {
     "a file of each rank": Case(DATA, own_save, own_load),
-    "ours, on two and on four": Case(
-        make_zero_row(2, 2), course_save, course_load, make_zero_row(2, 4)
-    ),
+    "ours, on two and on four": Case(ZERO_2, course_save, course_load, ZERO_4),
     "DCP, on two and on four": Case(FSDP, torch_save, torch_load, FSDP_4),
 }
 WRONG = {
@@ -236,7 +227,10 @@ def compute_reports() -> dict[str, Any]:
     rows = {str(case.first_row.config): case.first_row for case in CASES.values()}
     keys = {name: str(case.first_row.config) for name, case in CASES.items()}
     (records,) = ranks.run(
-        lambda: {n: record_program(make_full_run(x), every_step=True) for n, x in rows.items()},
+        lambda: {
+            name: programs.record_program(make_full_run(row), every_step=True)
+            for name, row in rows.items()
+        },
         1, device="cpu", timeout=600,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as root:
@@ -254,25 +248,25 @@ def compute_reports() -> dict[str, Any]:
         def match_stopped(name: str) -> Any:
             case = CASES[name]
             program = make_stopped_run(case.first_row, case.save)
-            return match_program(lambda watch: program(watch, folders[name]), records[keys[name]])
+            run = lambda watch: program(watch, folders[name])  # noqa: E731
+            return programs.match_program(run, records[keys[name]])
 
         def match_resumed(name: str) -> Any:
             case = CASES[name]
             program = make_resumed_run(case.last_row, case.load)
-            return match_program(
-                lambda watch: program(watch, folders[name]), records[keys[name]], STOP
-            )
+            run = lambda watch: program(watch, folders[name])  # noqa: E731
+            return programs.match_program(run, records[keys[name]], STOP)
 
-        first, second = (
-            match_all_sizes(match_stopped, "first_row"),
-            match_all_sizes(match_resumed, "last_row"),
-        )
+        first = match_all_sizes(match_stopped, "first_row")
+        second = match_all_sizes(match_resumed, "last_row")
     found = {}
     for name in CASES:
         record = records[keys[name]]
-        report, taken = build_stopped_report(record, first[name])
+        report, taken = programs.build_stopped_report(record, first[name])
         assert report.is_equal and taken == STOP, (name, report)
-        found[name] = report.merge_resumed(build_report(record, second[name], "resumed_run"))
+        found[name] = report.merge_resumed(
+            programs.build_report(record, second[name], "resumed_run")
+        )
     return found
 
 

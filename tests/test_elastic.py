@@ -25,7 +25,7 @@ from shardlab.elastic.host import Failure, Host, Order, Report, describe_root_ca
 from shardlab.elastic.job import Job, find_free_port
 from shardtools.__main__ import main
 
-pytestmark = pytest.mark.usefixtures("leaves_nothing")
+pytestmark = pytest.mark.usefixtures("no_leftovers")
 
 # A rank without torch: it writes its environment to a file, then does what its test needs.
 STUB = """

@@ -21,7 +21,7 @@ from commands import is_dead
 from shardlab import ranks
 from shardlab.ranks import RankError, p2p, run
 
-pytestmark = pytest.mark.usefixtures("leaves_nothing")
+pytestmark = pytest.mark.usefixtures("no_leftovers")
 
 
 def add_ranks(start: float = 0.0) -> torch.Tensor:

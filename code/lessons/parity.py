@@ -92,7 +92,6 @@ def identity(x):
 
 
 def make_batch(step):
-    """Return eight texts, and the letters that follow theirs."""
     tokens, targets = text.get_batch(SMALL.seq, 8, start=8 * step)
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
@@ -101,12 +100,9 @@ def make_adamw(model):
     return [torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)]
 
 
-def train(
-    watch, config=SMALL, dtype=torch.float32, steps=1, wrap=identity, take_part=identity,
-    make_batch=make_batch, loss_fn=loss, after_backward=do_nothing,
-    make_optimizers=make_adamw,
-):  # fmt: skip
-    """Train a GPT for some steps; return each step's loss."""
+def train(watch, config=SMALL, dtype=torch.float32, steps=1, wrap=identity,
+          take_part=identity, make_batch=make_batch, loss_fn=loss,
+          after_backward=do_nothing, make_optimizers=make_adamw):  # fmt: skip
     torch.manual_seed(0)
     model = wrap(GPT(config).to(ranks.device(), dtype))
     optimizers = make_optimizers(model)
@@ -168,7 +164,6 @@ print(parity.check(train, summed, ranks=2))
 
 # %%
 def record_step(program):
-    """Return a step's module outputs and gradients, by name, in order."""
     found = {}
 
     def watch(model, optimizers):
@@ -401,8 +396,7 @@ def split_without_reduction(model):
     return model
 
 
-forgetful = partial(train, wrap=split_without_reduction)
-print(report := parity.check(train, forgetful, ranks=2))
+print(report := parity.check(train, partial(train, wrap=split_without_reduction)))
 assert not report.is_equal
 
 
@@ -441,7 +435,6 @@ def compute_joined_mean(logits, targets):
 
 # %%
 def make_muon(model):
-    """Make Muon for matrices of blocks, AdamW for the rest."""
     named = dict(model.named_parameters())
     inner = {n for n, p in named.items() if "blocks" in n and p.ndim == 2}
     rest = [p for n, p in named.items() if n not in inner]
@@ -574,7 +567,6 @@ def sum_norm_gradients(model, which, dtype=torch.float32):
 
 # %%
 def scale_experts(model):
-    """Enlarge a matrix of two of four experts, and so their gradients."""
     for block in model.blocks:
         for expert in block.ffn.experts[2:]:
             expert.down.weight.data *= 20

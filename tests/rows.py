@@ -391,7 +391,8 @@ def yield_mesh_rows() -> Iterator[Row]:
         yield make_row("mesh", f"{number}", config, layout, **more)
         if layout.world_size in (2, 4):
             # One cut alone is in its technique's rows; several cuts need four ranks.
-            narrow = (WEEKLY_F32 if layout.world_size == 2 else F32) | {"sizes": sizes, "clip": (0.3,)}
+            narrow = WEEKLY_F32 if layout.world_size == 2 else F32
+            narrow = narrow | {"sizes": sizes, "clip": (0.3,)}
             yield make_row("mesh", f"{number}", config, layout, **narrow)
     short = {"sizes": (2, 3), "ignored": True}
     yield make_row("mesh", "short", gpt, replace(eight, zero=1), clip=(0.3,), **short)

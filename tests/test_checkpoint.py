@@ -84,7 +84,8 @@ def train_steps(training, steps):
     rank, size = dist.get_rank(), dist.get_world_size()
     share, losses = BATCH // size, []
     for _ in range(steps):
-        tokens, targets = to_device(text.get_batch(32, share, start=training.samples + rank * share))
+        start = training.samples + rank * share
+        tokens, targets = to_device(text.get_batch(32, share, start=start))
         training.optimizer.zero_grad()
         value = loss(training.model(tokens), targets)
         value.backward()

@@ -113,7 +113,7 @@ def clips(way, dtype):
         try:
             found = clip(limit)
         except ValueError as error:
-            assert str(error).startswith("limit=") and "allowed" in str(error)
+            assert str(error).startswith("limit=") and "must be" in str(error)
             assert all(x.equal(y) for x, y in zip(mine, before, strict=True))
             refused.append(str(limit))
             continue
@@ -240,7 +240,9 @@ def named(found):
     assert all(each == one for each in rest)
     for (way, name), said in one.items():
         argument, _, field = name.partition(".")
-        assert said.startswith(f"{argument}: ranks 0 and 1 have {field}"), (way, name, said)
+        assert said.startswith(
+            f"{argument}: must be the same on all ranks, but ranks 0 and 1 have {field}"
+        ), (way, name, said)
         assert ", rank 2 has " in said and "must be the same on all ranks" in said, (way, said)
 
 

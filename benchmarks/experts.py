@@ -74,12 +74,12 @@ def tokens_of(config: Config, tokens: int) -> torch.Tensor:
 
 def by_deepspeed(layer: Experts, group: dist.ProcessGroup) -> torch.nn.Module:
     """Return DeepSpeed's layer with this rank's share of `layer`'s weights."""
-    deepspeed = deepspeed_engine.prepare()
+    deepspeed = deepspeed_engine.import_deepspeed()
     from deepspeed.moe.layer import MoE
 
     number, rank = len(layer.experts), dist.get_rank(group)
     local_experts = number // group.size()
-    with deepspeed_engine.start.quiet():
+    with deepspeed_engine.setup.quiet():
         deepspeed.init_distributed(dist_backend=dist.get_backend(group))
         theirs = MoE(
             layer.router.score.in_features,
@@ -186,7 +186,7 @@ def main(arguments: list[str] | None = None) -> None:
         print("DeepSpeed is not installed here: no rows against it", file=sys.stderr)
         print(json.dumps({"rows": []}) if chosen.json else "")
         return
-    deepspeed_engine.prepare()  # once, before ranks are forked
+    deepspeed_engine.import_deepspeed()  # once, before ranks are forked
     rows: list[dict[str, Any]] = []
     for kind in chosen.links:
         on = where(kind)

@@ -92,7 +92,7 @@ def build(name: str, config: Config, group: dist.ProcessGroup, tokens_BS: torch.
     if name in OURS:
         buckets = {"bucket_bytes": block_bytes(config), "first_bytes": block_bytes(config)}
         options = {"reshard": name == "stage 3"} if OURS[name] == 3 else buckets
-        model = zero.shard(plain, group, OURS[name], **options)
+        model = zero.shard_module(plain, group, OURS[name], **options)
     else:
         model, again = plain, name.endswith("True")
         mesh = DeviceMesh.from_group(group, ranks.device().type)
@@ -101,19 +101,19 @@ def build(name: str, config: Config, group: dist.ProcessGroup, tokens_BS: torch.
         fully_shard(plain, mesh=mesh, reshard_after_forward=False)  # the rest
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
 
-    def step() -> None:
+    def run_step() -> None:
         loss(model(tokens_BS), tokens_BS).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    return run_step
 
 
 def deepspeed_step(
     plain: nn.Module, stage: int, config: Config, group: dist.ProcessGroup, tokens_BS: torch.Tensor
 ) -> Step:
     """Return a training step of DeepSpeed's engine over `group`."""
-    deepspeed = deepspeed_engine.prepare()
+    deepspeed = deepspeed_engine.import_deepspeed()
     from deepspeed.utils import groups
 
     deepspeed.init_distributed()
@@ -137,11 +137,11 @@ def deepspeed_step(
         torch.optim.AdamW(plain.parameters(), lr=1e-3, foreach=False),
     )
 
-    def step() -> None:
+    def run_step() -> None:
         engine.backward(loss(engine(tokens_BS), tokens_BS))
         engine.step()
 
-    return step
+    return run_step
 
 
 def bare(config: Config, group: dist.ProcessGroup, tokens_BS: torch.Tensor) -> Step:
@@ -153,21 +153,21 @@ def bare(config: Config, group: dist.ProcessGroup, tokens_BS: torch.Tensor) -> S
     for piece in pieces:
         piece.grad = torch.zeros_like(piece)
 
-    def step() -> float:
+    def run_step() -> float:
         loss(plain(tokens_BS), tokens_BS).backward()
         plain.zero_grad()
         begin = read_clock(tokens_BS.device)
         optimizer.step()
         return read_clock(tokens_BS.device) - begin
 
-    return step
+    return run_step
 
 
 def messages(name: str, config: Config, group: dist.ProcessGroup) -> Step:
     """Return a step that sends a stage's messages one after another, without a model."""
     options = {"reshard": name == "stage 3"} if OURS[name] == 3 else {}
     with torch.device(ranks.device()):
-        model = zero.shard(GPT(config), group, OURS[name], **options)
+        model = zero.shard_module(GPT(config), group, OURS[name], **options)
     gathers = 2 if name == "stage 3" else 1
     # All messages are in flight at once: each needs memory of its own.
     flats = [
@@ -175,15 +175,15 @@ def messages(name: str, config: Config, group: dist.ProcessGroup) -> Step:
         for flat in model.flats
     ]
 
-    def step() -> None:
+    def run_step() -> None:
         works: list[Any] = []
         for turn in range(gathers):
-            works += [zero.all_gather(into[turn], flat.own, group) for flat, into in flats]
+            works += [zero.all_gather(into[turn], flat.shard_slice, group) for flat, into in flats]
         works += [zero.ReduceScatter(into[-1], group, model.ordered) for _, into in flats]
         for work in works:
             work.wait()
 
-    return step
+    return run_step
 
 
 def batch_of(config: Config, batch: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ INK = show.INK
 RANKS = 4
 
 
-def groups() -> None:
+def draw_groups() -> None:
     figure, axes = make_canvas(4.8, 3.35)
     for node in range(2):
         left = 0.1 + node * 2.4
@@ -72,7 +72,7 @@ def groups() -> None:
     )
 
 
-def roots() -> None:
+def draw_roots() -> None:
     """Draw broadcast and reduce, before and after."""
     figure, axes = make_canvas(4.8, 2.35)
     own: list[list[Cell]] = [[(r,)] for r in range(RANKS)]
@@ -101,7 +101,7 @@ def roots() -> None:
     )
 
 
-def halves() -> None:
+def draw_halves() -> None:
     """Draw all-reduce as a reduce-scatter and an all-gather."""
     figure, axes = make_canvas(4.95, 2.95)
     size = 0.28
@@ -134,7 +134,7 @@ def halves() -> None:
     )
 
 
-def exchange_and_barrier() -> None:
+def draw_exchange_and_barrier() -> None:
     figure, axes = make_canvas(4.8, 4.5)
     draw_rank_names(axes, 0.72, 0.7)
     draw_title(axes, 2.7, 0.15, "all-to-all")
@@ -176,7 +176,7 @@ def exchange_and_barrier() -> None:
     )
 
 
-def tree() -> None:
+def draw_tree() -> None:
     """Draw the binomial tree's rounds for eight ranks."""
     figure, axes = make_canvas(4.8, 2.75)
     left, step, size = 0.98, 0.48, 0.34
@@ -204,7 +204,7 @@ def tree() -> None:
     )
 
 
-def mistakes() -> None:
+def draw_mistakes() -> None:
     figure, axes = make_canvas(4.4, 3.55)
     panels = {  # label -> each rank's first and second call; []: the rank calls nothing
         "another order": [["all-reduce"], ["broadcast"], ["all-reduce"], ["all-reduce"]],
@@ -238,12 +238,12 @@ def mistakes() -> None:
 
 
 def main() -> None:
-    mistakes()
-    groups()
-    roots()
-    halves()
-    exchange_and_barrier()
-    tree()
+    draw_mistakes()
+    draw_groups()
+    draw_roots()
+    draw_halves()
+    draw_exchange_and_barrier()
+    draw_tree()
 
 
 if __name__ == "__main__":

@@ -143,13 +143,13 @@ def draw_overlap(measure: bool) -> None:
     path = HERE / "data_parallel_overlap.json"
     if measure:
         # 50 microseconds, 1 Gbit/s; two ranks on a core each.
-        runs = ranks.run(overlap.trace, 2, 3, 15, 50e-6, 125e6, device="cpu", timeout=300)[0]
-        kept = {name: overlap.middle(those) for name, those in runs.items()}
+        runs = ranks.run(overlap.trace_steps, 2, 3, 15, 50e-6, 125e6, device="cpu", timeout=300)[0]
+        kept = {name: overlap.pick_median(those) for name, those in runs.items()}
         rounded = json.loads(json.dumps(kept), parse_float=lambda digits: round(float(digits), 4))
         path.write_text(json.dumps(rounded) + "\n")
     runs = json.loads(path.read_text())
     show.save_svg(
-        overlap.timeline(runs["without"], runs["with"]),
+        overlap.draw_timeline(runs["without"], runs["with"]),
         HERE / "data_parallel_overlap.svg",
         "Measured timeline of one training step, on one of two ranks joined by a 1 Gbit/s link. "
         f"Without overlap the wire is idle until backward has ended, and a step takes "

@@ -125,7 +125,7 @@ def draw_checkpoint() -> None:
         y = 0.42 + 0.62 * rank
         draw_box(axes, 0.05, y, 1.6, 0.5, f"half {rank} of all", COLORS[rank])
     draw_arrow(axes, (1.72, 0.98), (2.42, 0.98))
-    _words(axes, 2.05, 0.76, "save", ha="center", family="monospace")
+    _words(axes, 2.05, 0.76, "save", ha="center")
     _words(axes, 2.5, 0.18, "folder, tag step3", weight="bold")
     axes.add_patch(Rectangle((2.46, 0.36), 3.68, 1.72, fill=False, ec=INK, lw=0.8))
     _words(axes, 2.98, 0.52, "model", ha="center")
@@ -136,7 +136,7 @@ def draw_checkpoint() -> None:
         draw_box(axes, 3.5, y, 2.54, 0.4, f"half {rank}, float32", COLORS[rank])
     _words(axes, 2.56, 1.88, "latest: says step3", family="monospace", fontsize=9.5)
     draw_arrow(axes, (2.6, 2.12), (1.4, 2.82))
-    _words(axes, 1.8, 2.35, "load", ha="right", family="monospace")
+    _words(axes, 1.8, 2.35, "load", ha="right")
     draw_arrow(axes, (4.9, 2.12), (4.9, 2.82))
     _words(axes, 4.8, 2.45, "plain_state_dict", ha="right", family="monospace")
     _words(axes, 0.05, 3.0, "as many ranks, same stage", weight="bold")

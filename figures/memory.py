@@ -96,7 +96,7 @@ def draw_recipes() -> None:
     for i, (words, precision, optimizer) in enumerate(RECIPES):
         y = 0.48 + i * 0.5
         n = 10**9
-        states = memory.states(n, precision=precision, optimizer=optimizer)
+        states = memory.estimate_states(n, precision=precision, optimizer=optimizer)
         axes.text(left - 0.12, y + tall / 2, words, ha="right", va="center", fontsize=10)
         x = left
         sizes = states.parameters, states.gradients, states.optimizer
@@ -110,7 +110,7 @@ def draw_recipes() -> None:
         total = f"{round(states.total / n, 1):g}"
         axes.text(x + 0.1, y + tall / 2, total, va="center", fontweight="bold")
     said = [
-        f"{words}: {memory.states(10**9, precision=p, optimizer=o).total / 1e9:.0f}"
+        f"{words}: {memory.estimate_states(10**9, precision=p, optimizer=o).total / 1e9:.0f}"
         for words, p, o in RECIPES
     ]
     alt = "Bytes of states for each parameter, as bars of weights, gradients and optimizer. "
@@ -120,9 +120,9 @@ def draw_recipes() -> None:
 def crossing(name: str, seq: int, attention: str, recompute: str) -> float:
     """Return the number of sequences at which activations are as large as model states."""
     config = PRESETS[name]
-    states = memory.states(memory.parameter_count(config)).total
+    states = memory.estimate_states(memory.count_parameters(config)).total
     two = [
-        memory.activations(
+        memory.estimate_activations(
             config,
             Layout(micro_batch=b, recompute=recompute),
             seq,

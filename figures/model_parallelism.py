@@ -117,7 +117,7 @@ def step() -> Figure:
     backward they go, and gradients come in their place, up to 32 GB. The peak of 198 GB is at the
     end of forward; the four parts add up to 230 GB.
     """
-    needs = memory.estimate(PRESETS["llama-3-8b"], precision="fp32", device="gpu")
+    needs = memory.estimate_step(PRESETS["llama-3-8b"], precision="fp32", device="gpu")
     parts = (needs.parameters, needs.optimizer, needs.gradients, needs.activations)
     weights, means, gradients, activations = (size / 1e9 for size in parts)
     figure, axes = make_canvas(WIDE, 3.35)
@@ -311,7 +311,7 @@ def zero() -> Figure:
     for stage, name in enumerate(names):
         x, y = 0.86 + 1.84 * (stage % 2), 0.14 + 1.78 * (stage // 2)
         draw_title(axes, x, y, f"stage {name}", ha="left", fontsize=10)
-        bytes_ = memory.states(4, Layout(dp=4, zero=stage), "fp32").total // 4
+        bytes_ = memory.estimate_states(4, Layout(dp=4, zero=stage), "fp32").total // 4
         top = y + 0.4
         for rank in range(N):
             draw_text(axes, x + rank * 0.41 + 0.18, y + 0.25, str(rank), fontsize=SMALL)

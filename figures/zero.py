@@ -168,7 +168,7 @@ def draw_memory() -> None:
     figure, axes = plt.subplots(figsize=(5.0, 3.5))
     params, activations = 7e9, 10e9
     for stage in range(4):
-        held = memory.states(params, Layout(dp=8, zero=stage), "bf16", "adamw")
+        held = memory.estimate_states(params, Layout(dp=8, zero=stage), "bf16", "adamw")
         parts = {"activations": activations, "optimizer": held.optimizer}
         parts |= {"gradients": held.gradients, "parameters": held.parameters}
         y = 0.0
@@ -219,7 +219,7 @@ def held_over_a_step(units: str) -> tuple[Trace, int]:
         optimizer.step()
 
     step()
-    states = sum(zero.predicted_states(sharded).values())
+    states = sum(zero.predict_state_bytes(sharded).values())
     dist.barrier()
     with count.track_memory(sharded, optimizer, trace=True) as held:
         step()

@@ -57,7 +57,7 @@ class DeepSpeedSide(DataSide):
 
     @staticmethod
     def import_library() -> None:
-        deepspeed_engine.prepare()
+        deepspeed_engine.import_deepspeed()
 
     def wrap_model(self, model: Any, **_: Any) -> Any:
         self.way = "library"

@@ -448,7 +448,7 @@ def halve_loss(side: Any) -> None:
 def average_over_targets(side: Any) -> None:
     def average(part: Any, parts: int) -> Tensor:
         count = int((part[1] != -100).sum())
-        return dp.joined_mean(side.compute_loss(part, "sum"), count, side.groups["dp"])
+        return dp.scale_for_global_mean(side.compute_loss(part, "sum"), count, side.groups["dp"])
 
     side.compute_mean = average
 

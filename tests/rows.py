@@ -138,7 +138,7 @@ def yield_zero_rows() -> Iterator[Row]:
             yield make_row("zero", "text", nano, layout, reference="FSDP2", tol=exact, **beside)
             yield make_row("zero", "text", nano, layout, reference="DeepSpeed", tol=near, **beside)
     yield make_row("zero", "gpt", GPT2, Layout(dp=2, zero=3), ignored=True)
-    late = {"options": {"late": True}, "tol": SUMS_OF_SUMS, "dtype": torch.float32}
+    late = {"options": {"defer_reduction": True}, "tol": SUMS_OF_SUMS, "dtype": torch.float32}
     yield make_toy("zero", "accumulated, unused", 2, 1, **late)
     for stage in (2, 3):
         yield make_toy("zero", "plain", 2, stage, options={"reduction": "library"})

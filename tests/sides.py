@@ -175,7 +175,7 @@ class DataSide(Side):
         if len(set(self.row.sizes)) == 1 and not self.row.ignored:
             return self.compute_loss(part) / parts
         total = self.compute_loss(part, "sum")
-        return dp.joined_mean(total, count_targets(part), self.groups["dp"])
+        return dp.scale_for_global_mean(total, count_targets(part), self.groups["dp"])
 
     def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
         parts, values = batch[self.copy], []
@@ -199,7 +199,7 @@ class DataSide(Side):
         return found
 
     def get_weights(self) -> dict[str, Tensor]:
-        assert dp.drift(self.model, self.groups["dp"]) == 0.0
+        assert dp.measure_drift(self.model, self.groups["dp"]) == 0.0
         return super().get_weights()
 
 
@@ -208,12 +208,12 @@ def gather_gradients(model: Any, group: dist.ProcessGroup) -> dict[str, Tensor]:
     found = {}
     for flat in model.flats:
         shard = torch.zeros_like(flat.shard)
-        for cut, piece in zip(flat.cut(shard), flat.pieces, strict=True):
+        for cut, piece in zip(flat.split_shard(shard), flat.pieces, strict=True):
             if piece.grad is not None:
                 cut.copy_(piece.grad)
         full = [torch.empty_like(shard) for _ in range(group.size())]
         dist.all_gather(full, shard, group=group)
-        found |= zip(flat.names, flat.views(torch.cat(full)), strict=True)
+        found |= zip(flat.names, flat.view_as_params(torch.cat(full)), strict=True)
     return found
 
 
@@ -227,17 +227,17 @@ class ZeroSide(DataSide):
         elif isinstance(model, ToyModel):
             # Unused parameters cannot be a unit of their own: `left` and `right` are in the rest.
             options = {"units": [model.frozen]} | options
-        return zero.shard(model, self.groups["dp"], self.stage, **options)
+        return zero.shard_module(model, self.groups["dp"], self.stage, **options)
 
     def skip_sync(self) -> AbstractContextManager[None]:
-        late = self.options.get("late")
+        late = self.options.get("defer_reduction")
         return self.model.no_sync() if self.stage == 1 and not late else nullcontext()
 
     def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
         found = super().step(batch)
-        if self.options.get("late"):
+        if self.options.get("defer_reduction"):
             assert all(parameter.grad is None for parameter in self.model.parameters())
-            self.model.reduce()
+            self.model.reduce_gradients()
         return found
 
     def get_gradients(self) -> dict[str, Tensor | None]:
@@ -373,7 +373,7 @@ class TensorInCopiesSide(TensorSide):
     def wrap_model(self, model: Any, **options: Any) -> Any:
         model, stage = super().wrap_model(model, **options), self.row.layout.zero
         if stage:
-            return zero.shard(model, self.groups["dp"], stage)
+            return zero.shard_module(model, self.groups["dp"], stage)
         return dp.DataParallel(model, self.groups["dp"])
 
     def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
@@ -405,7 +405,9 @@ class ContextSide(Side):
             value = tp.vocab_parallel_loss(logits, targets, self.groups["tp"])
         elif self.row.ignored:
             part = logits, targets, ()
-            value = dp.joined_mean(plain_loss(*part[:2], "sum"), count_targets(part), self.group)
+            value = dp.scale_for_global_mean(
+                plain_loss(*part[:2], "sum"), count_targets(part), self.group
+            )
         else:
             value = loss(logits, targets)
         value.backward()

@@ -41,7 +41,7 @@ def own(x):
 
 def sharded(stage):
     def gradients(group, dtype):
-        model = zero.shard(gpt(dtype=dtype), group, stage)
+        model = zero.shard_module(gpt(dtype=dtype), group, stage)
         loss(model(own(batch()[0])), own(batch()[1])).backward()
         return model, model.clip_grad_norm_
 
@@ -169,16 +169,16 @@ DIFFER = {
         },
     ),
     "zero 1": (
-        wrapped(zero.shard, 1),
+        wrapped(zero.shard_module, 1),
         {
-            "stage": wrapped(zero.shard, 2),
+            "stage": wrapped(zero.shard_module, 2),
         },
     ),
     "zero 3": (
-        wrapped(zero.shard, 3),
+        wrapped(zero.shard_module, 3),
         {
-            "units": wrapped(zero.shard, 3, units=[]),
-            "module": wrapped(zero.shard, 3, model=replace(DENSE, hidden=16)),
+            "units": wrapped(zero.shard_module, 3, units=[]),
+            "module": wrapped(zero.shard_module, 3, model=replace(DENSE, hidden=16)),
         },
     ),
     "pipeline": (

@@ -42,7 +42,7 @@ from shardlab.checkpoint import folder as folders
 from shardlab.common import text
 from shardlab.data_parallel import DataParallel
 from shardlab.gpt.model import GPT, PRESETS, loss
-from shardlab.zero import shard
+from shardlab.zero import shard_module
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 BATCH = 8  # windows of a step, over all ranks
@@ -70,7 +70,7 @@ def build_run(kind="sharded", dtype=torch.float32, dropout=0.0, frozen=False):
     if kind == "torch's":
         model = nn.parallel.DistributedDataParallel(model)
     if kind.startswith("zero"):
-        model = shard(model, dist.group.WORLD, int(kind[-1]))
+        model = shard_module(model, dist.group.WORLD, int(kind[-1]))
     groups = [[p for n, p in model.named_parameters() if ("bias" in n) == b] for b in (0, 1)]
     biases = {"params": groups[1], "weight_decay": 0.0, "lr": 1e-2}
     optimizer = torch.optim.AdamW([{"params": groups[0]}, biases], lr=1e-3, foreach=False)

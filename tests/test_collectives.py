@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardlab import collectives, ranks
-from shardlab.collectives import CostModel, bytes_sent, split
+from shardlab.collectives import CostModel, count_bytes_sent, split_evenly
 from shardlab.measure import count
 
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # half a unit in the last place
@@ -24,13 +24,14 @@ WAYS = list(collectives.ALL_REDUCE)
 few = settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def compare(elements: int, dtype: torch.dtype, group: dist.ProcessGroup, root: int) -> list[str]:
-    """Return the differences between our result, on the rank's device, and torch's, on the CPU."""
+def compare_to_torch(
+    elements: int, dtype: torch.dtype, group: dist.ProcessGroup, root: int
+) -> list[str]:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     source = dist.get_global_rank(group, root)
     x = torch.randn(elements).to(dtype)
     mine = to_device(x)
-    pieces, wrong = split(x, size), []
+    pieces, wrong = split_evenly(x, size), []
     magnitude = x.abs().double()
     dist.all_reduce(magnitude, group=group)
     # N - 1 additions, each rounded, in two orders that may differ: for each element
@@ -38,52 +39,57 @@ def compare(elements: int, dtype: torch.dtype, group: dist.ProcessGroup, root: i
     allowed = 2 * (size - 1) * ROUNDING[dtype] * magnitude
     exact = torch.zeros_like(allowed)
 
-    def expect(name: str, ours: torch.Tensor, theirs: torch.Tensor, limit: torch.Tensor) -> None:
+    def check_close(
+        name: str, ours: torch.Tensor, theirs: torch.Tensor, limit: torch.Tensor
+    ) -> None:
         if not ((ours.cpu().double() - theirs.double()).abs() <= limit).all():
             wrong.append(f"{name} of {elements} {dtype} on rank {rank} of {size}: {ours} {theirs}")
 
     ours, theirs = mine.clone(), x.clone()
     collectives.broadcast(ours, root, group)
     dist.broadcast(theirs, source, group=group)
-    expect("broadcast", ours, theirs, exact)
+    check_close("broadcast", ours, theirs, exact)
 
     ours, theirs = mine.clone(), x.clone()
     collectives.reduce(ours, root, group)
     dist.reduce(theirs, source, group=group)
     if rank == root:
-        expect("reduce", ours, theirs, allowed)
+        check_close("reduce", ours, theirs, allowed)
 
     total = x.clone()
     dist.all_reduce(total, group=group)
     for way in WAYS:
         ours = mine.clone()
         collectives.all_reduce(ours, group, way)
-        expect(f"all_reduce {way}", ours, total, allowed)
+        check_close(f"all_reduce {way}", ours, total, allowed)
         first = ours.cpu().clone()
         dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
-        expect(f"bits of all_reduce {way}", ours, first, exact)
+        check_close(f"bits of all_reduce {way}", ours, first, exact)
 
-    parts = split(mine, size)
+    parts = split_evenly(mine, size)
     ours, theirs = torch.full_like(parts[rank], 7), torch.empty_like(pieces[rank])
     collectives.reduce_scatter(ours, parts, group)
     dist.reduce_scatter(theirs, pieces, group=group)
-    expect("reduce_scatter", ours, theirs, split(allowed, size)[rank])
+    check_close("reduce_scatter", ours, theirs, split_evenly(allowed, size)[rank])
 
     # gloo's all_gather needs equal sizes: unsharded tensors are gathered, then cut.
     everyones = [torch.empty_like(x) for _ in range(size)]
     dist.all_gather(everyones, x, group=group)
     ours = torch.full_like(mine, 7)
-    collectives.all_gather(split(ours, size), parts[rank], group)
-    expect(
-        "all_gather", ours, torch.cat([split(t, size)[r] for r, t in enumerate(everyones)]), exact
+    collectives.all_gather(split_evenly(ours, size), parts[rank], group)
+    check_close(
+        "all_gather",
+        ours,
+        torch.cat([split_evenly(t, size)[r] for r, t in enumerate(everyones)]),
+        exact,
     )
 
     theirs = torch.full((size * len(pieces[rank]),), 7, dtype=dtype)
     ours = to_device(theirs.clone())
-    collectives.all_to_all(split(ours, size), parts, group)
+    collectives.all_to_all(split_evenly(ours, size), parts, group)
     lengths = [len(piece) for piece in pieces]
     dist.all_to_all_single(theirs, x, [len(pieces[rank])] * size, lengths, group=group)
-    expect("all_to_all", ours, theirs, torch.zeros(len(theirs), dtype=torch.float64))
+    check_close("all_to_all", ours, theirs, torch.zeros(len(theirs), dtype=torch.float64))
     return wrong
 
 
@@ -94,7 +100,7 @@ def all_cases(shapes: list[int], seed: int) -> list[str]:
         problem
         for elements in shapes
         for dtype in ROUNDING
-        for problem in compare(elements, dtype, group, (elements + seed) % size)
+        for problem in compare_to_torch(elements, dtype, group, (elements + seed) % size)
     ]
 
 
@@ -114,7 +120,7 @@ def on_groups_of_other_ranks(groups: list[list[int]]) -> list[str]:
         torch.manual_seed(dist.get_rank())
         if dist.get_rank() in members:
             for elements, root in itertools.product((0, 5, 12), range(len(members))):
-                wrong += compare(elements, torch.float32, group, root)
+                wrong += compare_to_torch(elements, torch.float32, group, root)
     return wrong
 
 
@@ -122,8 +128,7 @@ def test_equals_torch_on_a_group_of_other_ranks() -> None:
     assert ranks.run(on_groups_of_other_ranks, 4, [[1, 3], [1, 2, 3], [2]]) == [[]] * 4
 
 
-def arrivals() -> list[tuple[float, float]]:
-    """Return for each turn, with another late rank, when this rank entered and left the barrier."""
+def time_barriers() -> list[tuple[float, float]]:
     times = []
     for late in range(dist.get_world_size()):
         collectives.barrier(dist.group.WORLD)
@@ -136,7 +141,7 @@ def arrivals() -> list[tuple[float, float]]:
 
 
 def test_barrier_holds_everybody_until_the_last() -> None:
-    for turn in zip(*ranks.run(arrivals, 5), strict=True):
+    for turn in zip(*ranks.run(time_barriers, 5), strict=True):
         last_arrival = max(arrived for arrived, _ in turn)
         assert all(left >= last_arrival for _, left in turn)
 
@@ -167,9 +172,9 @@ def test_no_deadlock_when_every_message_blocks(monkeypatch: pytest.MonkeyPatch) 
 # ------------------------------------------------------------------------------- bytes
 
 
-def calls(x: torch.Tensor, root: int, group: dist.ProcessGroup) -> dict:
+def list_calls(x: torch.Tensor, root: int, group: dist.ProcessGroup) -> dict:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    pieces = split(x, size)
+    pieces = split_evenly(x, size)
     result = [piece.clone() for piece in pieces]
     landed = [torch.empty_like(pieces[rank]) for _ in range(size)]
     return {
@@ -189,7 +194,7 @@ def calls(x: torch.Tensor, root: int, group: dist.ProcessGroup) -> dict:
 def counted_bytes(cases: list[tuple[int, torch.dtype, int]]) -> list[dict[str, int]]:
     found = []
     for elements, dtype, root in cases:
-        functions = calls(to_device(torch.ones(elements, dtype=dtype)), root, dist.group.WORLD)
+        functions = list_calls(to_device(torch.ones(elements, dtype=dtype)), root, dist.group.WORLD)
         found.append({})
         for name, call in functions.items():
             with count.record_traffic() as sent:
@@ -206,7 +211,7 @@ def test_bytes_counted_are_the_formula_exactly(size: int) -> None:
         for (elements, dtype, root), counted in zip(cases, found, strict=True):
             for name, sent in counted.items():
                 at, each = root if name in ("broadcast", "reduce") else 0, dtype.itemsize
-                formula = bytes_sent(name, elements * each, each, size, rank, at)
+                formula = count_bytes_sent(name, elements * each, each, size, rank, at)
                 assert sent == formula, (name, elements, dtype, rank)
 
 
@@ -220,7 +225,7 @@ SIZES = [16 * 4**k for k in range(12)]
 def test_fit_weighs_small_and_large_messages_alike() -> None:
     exact = CostModel(1e-5, 1e9)
     wobble = [1.1 if k % 2 else 0.9 for k in range(len(SIZES))]  # 10 % noise on every measurement
-    noisy = [exact.seconds("message", n) * w for n, w in zip(SIZES, wobble, strict=True)]
+    noisy = [exact.predict_seconds("message", n) * w for n, w in zip(SIZES, wobble, strict=True)]
     fitted = CostModel.fit(SIZES, noisy)
     assert math.isclose(fitted.latency, 1e-5, rel_tol=0.1)
     assert math.isclose(fitted.bandwidth, 1e9, rel_tol=0.1)
@@ -229,16 +234,18 @@ def test_fit_weighs_small_and_large_messages_alike() -> None:
 @given(latency=latencies, bandwidth=bandwidths, size=st.integers(2, 5000))
 def test_crossover_is_where_both_take_as_long(latency: float, bandwidth: float, size: int) -> None:
     model = CostModel(latency, bandwidth)
-    at = model.crossover(size)
+    at = model.find_crossover(size)
     assert at >= 0
 
-    def gain(nbytes: float) -> float:  # seconds that the ring saves over the tree
-        tree, ring = (model.seconds(f"all_reduce {way}", nbytes, size) for way in ("tree", "ring"))
+    def seconds_saved(nbytes: float) -> float:  # seconds that the ring saves over the tree
+        tree, ring = (
+            model.predict_seconds(f"all_reduce {way}", nbytes, size) for way in ("tree", "ring")
+        )
         return tree - ring
 
-    assert gain(1.01 * at + 1) > 0
+    assert seconds_saved(1.01 * at + 1) > 0
     if at > 0:
-        assert gain(0.99 * at) < 0
+        assert seconds_saved(0.99 * at) < 0
 
 
 def test_predictions_by_hand() -> None:
@@ -255,22 +262,21 @@ def test_predictions_by_hand() -> None:
         "all_reduce ring": 6 * (1 + 2),
         "barrier": 2,
     }
-    assert {name: model.seconds(name, 8, 4) for name in by_hand} == by_hand
+    assert {name: model.predict_seconds(name, 8, 4) for name in by_hand} == by_hand
     for name in by_hand:
         if name != "message":
-            assert model.seconds(name, 8, 1) == 0, name  # one rank sends nothing
+            assert model.predict_seconds(name, 8, 1) == 0, name  # one rank sends nothing
 
 
 # ------------------------------------------------- bad input
 
 
-def refused() -> list[str]:
-    """Return the errors on one of three ranks for calls that do not match."""
+def collect_refusals() -> list[str]:
     group, rank, found = dist.group.WORLD, dist.get_rank(), []
     x = to_device(torch.zeros(4))
-    two, pieces = dist.new_group([0, 1]), split(x, 3)
+    two, pieces = dist.new_group([0, 1]), split_evenly(x, 3)
     calls = {
-        "needed are 3 tensors": lambda: collectives.all_gather(pieces[:2], pieces[0], group),
+        "must hold 3 tensors": lambda: collectives.all_gather(pieces[:2], pieces[0], group),
         "[2, 1, 1] elements": lambda: collectives.reduce_scatter(x, pieces, group),
         "3 tensors": lambda: collectives.all_to_all(pieces, pieces[:1] * 2, group),
     }
@@ -284,4 +290,4 @@ def refused() -> list[str]:
 
 
 def test_calls_that_do_not_fit_together_are_refused_with_a_reason() -> None:
-    assert [len(found) for found in ranks.run(refused, 3)] == [3, 3, 4]
+    assert [len(found) for found in ranks.run(collect_refusals, 3)] == [3, 3, 4]

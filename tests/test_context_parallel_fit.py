@@ -86,7 +86,7 @@ def test_predicted_peak_is_the_measured_one(size: int, names: list[str]) -> None
         if way == "ulysses":  # gradients of results, queries, keys, values, in and out
             late = 4 * config.seq // size * 2 * (4 * config.hidden)
         if predicted == moments.get("average"):  # at the start of the optimizer's step
-            late += moments["step"] - 4 * 4 * memory.parameter_count(config)
+            late += moments["step"] - 4 * 4 * memory.count_parameters(config)
         assert max(peaks) < 1.05 * predicted + late, (name, way, peaks, moments)
         if not late:
             assert max(peaks) == pytest.approx(predicted, rel=0.03), (name, peaks, moments)

@@ -28,11 +28,11 @@ def toy_loss(model, batch, branches="lr", reduction="mean"):
     return nn.functional.cross_entropy(model(tokens, branches), targets, reduction=reduction)
 
 
-def gradients(model):
+def clone_gradients(model):
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-def gap(a, b):
+def max_gap(a, b):
     """Return the largest difference between two lists; both must be None in the same places."""
     worst = 0.0
     for x, y in zip(a, b, strict=True):
@@ -43,7 +43,6 @@ def gap(a, b):
 
 
 def joined_or_not():
-    """Average the gradients of two models, in separate messages and in one joined message."""
     models, messages = [to_device(ToyModel()), to_device(ToyModel())], []
     for model, joined in zip(models, (False, True), strict=True):
         toy_loss(
@@ -52,7 +51,7 @@ def joined_or_not():
         with count.record_traffic() as sent:
             shared.average_gradients(model.parameters(), dist.group.WORLD, joined)
         messages.append(sent.calls["all_reduce"])
-    assert gap(*map(gradients, models)) == 0.0
+    assert max_gap(*map(clone_gradients, models)) == 0.0
     trained = sum(p.requires_grad for p in models[0].parameters())
     assert messages == [trained, 1]
 
@@ -85,7 +84,6 @@ def held_and_sent():
 
 
 def inside_buckets(model):
-    """Return True if every gradient is a view into its bucket, so that it is stored once."""
     for bucket in model.buckets:
         for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
             if parameter.grad is not None:
@@ -132,7 +130,7 @@ class Chain(nn.Module):
         return x
 
 
-def chain():
+def run_chain():
     layer = {"bucket_bytes": 288, "first_bytes": 288}
     model = dp.DataParallel(to_device(Chain()), dist.group.WORLD, **layer)
     kinds = [{p.dtype for p in b.parameters} for b in model.buckets]
@@ -143,25 +141,24 @@ def chain():
     first.register_post_accumulate_grad_hook(lambda _: underway.append(model._sent))
     x = to_device(torch.randn(3, 8))
     model(x).sum().backward()
-    plain = gradients(model)
+    plain = clone_gradients(model)
     model.zero_grad()
     model(x, recompute=True).sum().backward()
-    assert gap(plain, gradients(model)) == 0.0
+    assert max_gap(plain, clone_gradients(model)) == 0.0
     return underway[0], len(model.buckets)
 
 
 def test_complete_buckets_leave_in_order_also_with_checkpointing():
-    for underway, buckets in run_ranks(chain, 1):
+    for underway, buckets in run_ranks(run_chain, 1):
         assert 3 <= underway < buckets
 
 
 def broken_off(apart, set_to_none):
-    """Break off every rank's backward with an error, and start another with messages in flight."""
     rank = dist.get_rank()
     model = dp.DataParallel(Chain(), dist.group.WORLD, bucket_bytes=288, first_bytes=288)
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(rank))
     model(x).sum().backward()
-    wanted = gradients(model)
+    wanted = clone_gradients(model)
     model.zero_grad()
     layers = model.module.layers
     # The first gradient comes when most buckets have been sent, the second one before any.
@@ -175,7 +172,7 @@ def broken_off(apart, set_to_none):
     handle.remove()
     model.zero_grad(set_to_none)
     model(x).sum().backward()
-    return gap(wanted, gradients(model))
+    return max_gap(wanted, clone_gradients(model))
 
 
 def test_messages_of_a_backward_that_broke_off_do_not_meet_those_of_the_next():
@@ -185,7 +182,6 @@ def test_messages_of_a_backward_that_broke_off_do_not_meet_those_of_the_next():
 
 
 def alone_in_error():
-    """Rank 0's backward breaks off, rank 1's does not: it must not use an incomplete sum."""
     model = dp.DataParallel(Chain(), dist.group.WORLD, bucket_bytes=288, first_bytes=288)
     x = torch.randn(3, 8)
     weight = model.module.layers[0].weight
@@ -206,16 +202,16 @@ def test_who_did_not_fail_gets_nan_and_not_half_a_sum():
     assert run_ranks(alone_in_error, 2, timeout=20) == [None, True]
 
 
-def drifting():
+def drift_apart():
     toy = to_device(ToyModel())
     model = dp.DataParallel(toy, dist.group.WORLD)
     with torch.no_grad():
         toy.left.bias[3] += 0.25 * dist.get_rank()
-    return dp.drift(model, dist.group.WORLD)
+    return dp.measure_drift(model, dist.group.WORLD)
 
 
 def test_drift_is_the_largest_difference_and_known_to_all_ranks():
-    assert run_ranks(drifting, 3) == pytest.approx([0.5] * 3)  # 0.5 up to a rounded addition
+    assert run_ranks(drift_apart, 3) == pytest.approx([0.5] * 3)  # 0.5 up to a rounded addition
 
 
 @settings(max_examples=200, deadline=None)
@@ -249,10 +245,14 @@ def test_buckets_hold_every_trainable_parameter_once_last_first(specs, size, fir
 def test_step_seconds_is_the_schedule_of_one_wire():
     sizes = [10, 10]
 
-    def wire(size):
+    def wire_seconds(size):
         return size / 10
 
-    assert dp.step_seconds(1, 4, sizes, wire, overlap=False) == 1 + 4 + 2
-    assert dp.step_seconds(1, 4, sizes, wire) == 1 + 4 + 1  # all but the last bucket is hidden
-    assert dp.step_seconds(1, 1, sizes, wire) == 1 + 0.5 + 2  # the wire is busy from its start on
-    assert dp.step_seconds(1, 4, sizes, lambda size: 0.0) == 5
+    assert dp.predict_step_seconds(1, 4, sizes, wire_seconds, overlap=False) == 1 + 4 + 2
+    assert (
+        dp.predict_step_seconds(1, 4, sizes, wire_seconds) == 1 + 4 + 1
+    )  # all but the last bucket is hidden
+    assert (
+        dp.predict_step_seconds(1, 1, sizes, wire_seconds) == 1 + 0.5 + 2
+    )  # the wire is busy from its start on
+    assert dp.predict_step_seconds(1, 4, sizes, lambda size: 0.0) == 5

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardlab import deepspeed_engine as de
 from shardlab import ranks
-from shardlab.deepspeed_engine import breakdown, lab, start
+from shardlab.deepspeed_engine import breakdown, lab, setup
 from shardlab.gpt.model import GPT, PRESETS, loss
 from shardlab.layout import Layout
 from shardlab.measure import count
@@ -37,32 +37,29 @@ ROUNDING = 1e-4
 PLAIN_LINEAR = {"zero_optimization": {"memory_efficient_linear": False}}
 
 
-def run(fn, size, *args, timeout=240):
+def run_ranks(fn, size, *args, timeout=240):
     # DeepSpeed compiles its optimizers for offloaded states at first use, with nvcc. Tests of the
     # engine on a GPU are at this file's end, in test_gpu.py and in the rehearsal.
     return ranks.run(fn, size, *args, device="cpu", timeout=timeout)
 
 
-def model():
+def build_model():
     torch.manual_seed(1)
     return GPT(SHAPE)
 
 
-def batch(step, micro, share):
-    """Return tokens and targets, each [MICRO, S], of a micro-batch of one data-parallel rank."""
+def make_batch(step, micro, share):
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + share)
     tokens = torch.randint(0, SHAPE.vocab, (MICRO, SHAPE.seq + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def at(dp=1, **fields):
-    """Return the layout of dp copies that compute MICRO sequences at a time."""
+def layout_of(dp=1, **fields):
     return Layout(dp, micro_batch=MICRO, **fields)
 
 
 def one_process(layout, precision="fp32", clipping=0.0, **_):
-    """Run the same steps in one process; in 16 bits, with float32 master weights."""
-    used = model().to(torch.bfloat16 if precision == "bf16" else torch.float32)
+    used = build_model().to(torch.bfloat16 if precision == "bf16" else torch.float32)
     master = copy.deepcopy(used).float()  # DeepSpeed rounds the weights first, too
     optimizer = torch.optim.AdamW(master.parameters(), lr=1e-3, foreach=False)
     pairs = list(zip(used.parameters(), master.parameters(), strict=True))
@@ -74,7 +71,7 @@ def one_process(layout, precision="fp32", clipping=0.0, **_):
     for step in range(STEPS):
         total, parts = 0.0, layout.microbatches * layout.dp
         for micro, share in itertools.product(range(layout.microbatches), range(layout.dp)):
-            tokens, targets = batch(step, micro, share)
+            tokens, targets = make_batch(step, micro, share)
             value = loss(used(tokens), targets)
             (value / parts).backward()
             total += value.item() / parts
@@ -90,97 +87,96 @@ def one_process(layout, precision="fp32", clipping=0.0, **_):
     return losses, {name: value.detach().clone() for name, value in master.state_dict().items()}
 
 
-def references(cases):
+def train_references(cases):
     return {name: one_process(layout, **more) for name, (layout, more) in cases.items()}
 
 
-def started(layout, more):
-    module = de.pipeline(model(), layout.pp) if layout.pp > 1 else model()
-    return de.initialize(module, de.config(layout, **more))
+def start_engine(layout, more):
+    module = de.to_pipeline_module(build_model(), layout.pp) if layout.pp > 1 else build_model()
+    return de.initialize(module, de.build_config(layout, **more))
 
 
 def one_step(engine, layout, step):
     # DeepSpeed's tensor-parallel ranks are neighbours, its pipeline ranks are dp ranks apart.
     share = dist.get_rank() // layout.tp % layout.dp
-    return de.step(engine, [batch(step, micro, share) for micro in range(layout.microbatches)])
+    return de.step(engine, [make_batch(step, micro, share) for micro in range(layout.microbatches)])
 
 
-def train(cases, folder=None):
+def train_cases(cases, folder=None):
     """Train each case; return losses and weights; with a folder, also of a run that was resumed."""
     found = {}
     for name, (layout, more) in cases.items():
-        engine = started(layout, more)
+        engine = start_engine(layout, more)
         losses = [one_step(engine, layout, step) for step in range(SAVED)]
-        saved = de.weights(engine)
+        saved = de.gather_weights(engine)
         if folder is not None:
-            de.save(engine, f"{folder}/{name}")
+            de.save_checkpoint(engine, f"{folder}/{name}")
         losses += [one_step(engine, layout, step) for step in range(SAVED, STEPS)]
-        found[name] = {"losses": losses, "weights": de.weights(engine), "saved": saved}
+        found[name] = {"losses": losses, "weights": de.gather_weights(engine), "saved": saved}
         if folder is not None:
-            again = started(layout, more)
-            de.load(again, f"{folder}/{name}")
+            again = start_engine(layout, more)
+            de.load_checkpoint(again, f"{folder}/{name}")
             resumed = [one_step(again, layout, step) for step in range(SAVED, STEPS)]
-            found[name]["resumed"] = (resumed, de.weights(again))
+            found[name]["resumed"] = (resumed, de.gather_weights(again))
     return found
 
 
-def gap(a, b):
+def max_gap(a, b):
     assert a.keys() == b.keys()
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
-def compare(cases, results):
-    """Return name -> largest differences of loss and weights from one process; ranks agree."""
+def compare_to_one_process(cases, results):
     gaps = {}
-    for name, (losses, weights) in run(references, 1, cases)[0].items():
+    for name, (losses, weights) in run_ranks(train_references, 1, cases)[0].items():
         for result in results:
-            assert gap(result[name]["weights"], results[0][name]["weights"]) == 0.0, name
+            assert max_gap(result[name]["weights"], results[0][name]["weights"]) == 0.0, name
         mine = results[0][name]
         far = max(abs(a - b) for a, b in zip(losses, mine["losses"], strict=True))
-        gaps[name] = (far, gap(weights, mine["weights"]))
+        gaps[name] = (far, max_gap(weights, mine["weights"]))
     return gaps
 
 
 # ------------------------------------------------------------------------------- equal
 
 TWO = {
-    "stage 0": (at(2), {}),
-    "stage 1": (at(2, zero=1), {}),
-    "stage 2": (at(2, zero=2), {}),
-    "stage 3": (at(2, zero=3), PLAIN_LINEAR),
-    "accumulation": (at(2, zero=2, microbatches=2), {}),
-    "clipping": (at(2, zero=1), {"clipping": 0.1}),
-    "clipping, stage 3": (at(2, zero=3), {"clipping": 0.1, **PLAIN_LINEAR}),
-    "optimizer offloaded": (at(2, zero=2, offload="optimizer"), {}),
-    "parameters offloaded": (at(2, zero=3, offload="parameters"), PLAIN_LINEAR),
-    "bf16": (at(2, zero=1), {"precision": "bf16"}),
-    "bf16, stage 0": (at(2), {"precision": "bf16"}),
+    "stage 0": (layout_of(2), {}),
+    "stage 1": (layout_of(2, zero=1), {}),
+    "stage 2": (layout_of(2, zero=2), {}),
+    "stage 3": (layout_of(2, zero=3), PLAIN_LINEAR),
+    "accumulation": (layout_of(2, zero=2, microbatches=2), {}),
+    "clipping": (layout_of(2, zero=1), {"clipping": 0.1}),
+    "clipping, stage 3": (layout_of(2, zero=3), {"clipping": 0.1, **PLAIN_LINEAR}),
+    "optimizer offloaded": (layout_of(2, zero=2, offload="optimizer"), {}),
+    "parameters offloaded": (layout_of(2, zero=3, offload="parameters"), PLAIN_LINEAR),
+    "bf16": (layout_of(2, zero=1), {"precision": "bf16"}),
+    "bf16, stage 0": (layout_of(2), {"precision": "bf16"}),
     # DeepSpeed's own linear layer stays in the process, so its case comes last.
-    "stage 3, its own linear": (at(2, zero=3), {}),
+    "stage 3, its own linear": (layout_of(2, zero=3), {}),
 }
 PIPELINES = {
-    "pipeline": (at(pp=2), {}),
-    "pipeline, bf16": (at(pp=2, zero=1), {"precision": "bf16"}),
+    "pipeline": (layout_of(pp=2), {}),
+    "pipeline, bf16": (layout_of(pp=2, zero=1), {"precision": "bf16"}),
 }
 # Elsewhere gradients are added in another order: of micro-batches, of a norm's terms, of a sum.
 ROUNDED = {"accumulation", "clipping", "clipping, stage 3", "stage 3, its own linear"}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def checkpoint_folder(tmp_path_factory):
     return tmp_path_factory.mktemp("deepspeed")
 
 
 @pytest.fixture(scope="module")
-def two(folder):
-    de.prepare()
+def two_ranks(checkpoint_folder):
+    de.import_deepspeed()
     # Separate runs: a pipeline leaves state in the process that breaks other engines.
-    runs = [run(train, 2, cases, folder) for cases in (TWO, PIPELINES)]
+    runs = [run_ranks(train_cases, 2, cases, checkpoint_folder) for cases in (TWO, PIPELINES)]
     return [flat | piped for flat, piped in zip(*runs, strict=True)]
 
 
-def test_two_ranks_train_like_one_process(two):
-    for name, (losses, weights) in compare(TWO | PIPELINES, two).items():
+def test_two_ranks_train_like_one_process(two_ranks):
+    for name, (losses, weights) in compare_to_one_process(TWO | PIPELINES, two_ranks).items():
         if name in ROUNDED:
             # a loss near 5.5 has a last binary digit of 5e-7
             assert losses < 5e-6 and weights < ROUNDING, (name, losses, weights)
@@ -188,16 +184,16 @@ def test_two_ranks_train_like_one_process(two):
             assert losses == weights == 0.0, (name, losses, weights)
 
 
-def test_a_loaded_checkpoint_goes_on_as_if_nothing_had_stopped(two):
-    for name, result in two[0].items():
+def test_a_loaded_checkpoint_goes_on_as_if_nothing_had_stopped(two_ranks):
+    for name, result in two_ranks[0].items():
         losses, weights = result["resumed"]
         assert losses == result["losses"][SAVED:], name
-        assert gap(weights, result["weights"]) == 0.0, name
+        assert max_gap(weights, result["weights"]) == 0.0, name
 
 
-def test_a_checkpoint_becomes_a_plain_state_dict(two, folder, capfd):
+def test_a_checkpoint_becomes_a_plain_state_dict(two_ranks, checkpoint_folder, capfd):
     for name in TWO:
-        result, state = two[0][name], de.plain_state_dict(folder / name)
+        result, state = two_ranks[0][name], de.plain_state_dict(checkpoint_folder / name)
         GPT(SHAPE).load_state_dict(state)  # names and shapes; strict
         # 16 bits without ZeRO's optimizer files: only weights with 8 binary digits
         rounded = name == "bf16, stage 0"
@@ -210,36 +206,36 @@ def test_a_checkpoint_becomes_a_plain_state_dict(two, folder, capfd):
 
 
 FOUR = {
-    "four ranks, stage 2": (at(4, zero=2), {}),
-    "pipeline x data": (at(2, pp=2, zero=1, microbatches=2), {}),
+    "four ranks, stage 2": (layout_of(4, zero=2), {}),
+    "pipeline x data": (layout_of(2, pp=2, zero=1, microbatches=2), {}),
 }
 TENSOR = {
-    "tensor x data, stage 1": (at(2, tp=2, zero=1, microbatches=2), {}),
-    "tensor x data, stage 3": (at(2, tp=2, zero=3), {}),
+    "tensor x data, stage 1": (layout_of(2, tp=2, zero=1, microbatches=2), {}),
+    "tensor x data, stage 3": (layout_of(2, tp=2, zero=3), {}),
 }
 
 
 @pytest.mark.parametrize("cases", [FOUR, TENSOR], ids=["pipeline", "tensor"])
 def test_four_ranks_in_two_dimensions_train_like_one_process(cases):
-    results = run(train, 4, cases)
-    for name, (losses, weights) in compare(cases, results).items():
+    results = run_ranks(train_cases, 4, cases)
+    for name, (losses, weights) in compare_to_one_process(cases, results).items():
         assert losses < 5e-6 and weights < ROUNDING, (name, losses, weights)
 
 
 def pipelines_saved():
     found = []
     for recompute in ("none", "full"):
-        engine = started(at(pp=2, recompute=recompute), {})
+        engine = start_engine(layout_of(pp=2, recompute=recompute), {})
         with count.track_saved_activations(*engine.module.parameters()) as saved:
-            de.step(engine, [batch(0, 0, 0)])
-        found.append((saved.bytes, de.weights(engine)))
+            de.step(engine, [make_batch(0, 0, 0)])
+        found.append((saved.bytes, de.gather_weights(engine)))
     return found
 
 
 def test_in_a_pipeline_the_configuration_recomputes():
-    (plain, w0), (recomputing, w1) = run(pipelines_saved, 2)[0]
+    (plain, w0), (recomputing, w1) = run_ranks(pipelines_saved, 2)[0]
     assert recomputing < plain / 2  # excludes tensors that DeepSpeed itself keeps
-    assert gap(w0, w1) == 0.0
+    assert max_gap(w0, w1) == 0.0
 
 
 # ------------------------------------------------------------------------------- quiet
@@ -253,8 +249,8 @@ import test_deepspeed_engine as t
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        flat = t.at(2, zero=3, offload="parameters"), {{}}
-        ranks.run(t.train, 2, dict(flat=flat), folder, device="cpu")
+        flat = t.layout_of(2, zero=3, offload="parameters"), {{}}
+        ranks.run(t.train_cases, 2, dict(flat=flat), folder, device="cpu")
         de.plain_state_dict(folder + "/flat")
     print("done")
 """
@@ -284,20 +280,21 @@ def test_nothing_is_printed_and_no_compiler_is_called(tmp_path):
 
 
 def test_a_configuration_multiplies_and_merges_further_sections():
-    built = de.config(Layout(8, zero=2, micro_batch=4, microbatches=3), clipping=1)
+    built = de.build_config(Layout(8, zero=2, micro_batch=4, microbatches=3), clipping=1)
     assert built["train_batch_size"] == 96 == 4 * 3 * 8
     assert built["zero_optimization"] == {"stage": 2}
     assert built["gradient_clipping"] == 1.0
-    assert de.config(Layout(4, pp=2, micro_batch=4, microbatches=3))["train_batch_size"] == 48
-    assert "train_batch_size" not in de.config(Layout(4, 2))  # DeepSpeed would count all ranks
-    built = de.config(Layout(zero=3), zero_optimization={"overlap_comm": False})
+    assert de.build_config(Layout(4, pp=2, micro_batch=4, microbatches=3))["train_batch_size"] == 48
+    # DeepSpeed would count all ranks.
+    assert "train_batch_size" not in de.build_config(Layout(4, 2))
+    built = de.build_config(Layout(zero=3), zero_optimization={"overlap_comm": False})
     assert built["zero_optimization"] == {"stage": 3, "overlap_comm": False}
 
 
 WRONG = [
-    ({"layout": Layout(pp=2, zero=2)}, "zero=2: with pp=2 allowed"),
+    ({"layout": Layout(pp=2, zero=2)}, "zero=2: must be 0 or 1 with pp=2"),
     ({"layout": Layout(pp=2, schedule="gpipe")}, "schedule='gpipe': must be"),
-    ({"layout": Layout(offload="optimizer")}, "zero=0: with offload='optimizer' allowed"),
+    ({"layout": Layout(offload="optimizer")}, "zero=0: must be 1, 2 or 3 with offload"),
     ({"precision": "fp8"}, "precision='fp8': must be"),
     ({"clipping": -1.0}, "clipping=-1.0: must be"),
     ({"layout": Layout(tp=2), "tp_plan": "gpt9"}, "preset_model='gpt9'"),
@@ -310,7 +307,7 @@ WRONG = [
 def test_what_cannot_go_together_is_one_clear_error():
     for arguments, words in WRONG:
         with pytest.raises(ValueError) as caught:
-            de.config(**arguments)
+            de.build_config(**arguments)
         assert words in str(caught.value) and "\n" not in str(caught.value), arguments
 
 
@@ -329,11 +326,11 @@ PRINTED = {
 }
 
 
-def only(**settings):
+def with_micro_batch(**settings):
     return {MICRO_OF: 1, **settings}
 
 
-def stage(number, **settings):
+def with_stage(number, **settings):
     return {**settings, "zero_optimization": {"stage": number}}
 
 
@@ -342,9 +339,13 @@ STARTS = {
     "as printed": (PRINTED, False, "zero stage 2 requires an optimizer"),
     "with a section": ({**PRINTED, "optimizer": TORCH_ADAM}, False, None),
     "with an optimizer": ({**PRINTED, "zero_force_ds_cpu_optimizer": False}, True, None),
-    "stage 1 alone": (stage(1), True, NO_SIZE),
-    "stage 0, a size": (only(**stage(0)), False, None),
-    "stage 1, a size": (only(**stage(1)), False, "zero stage 1 requires an optimizer"),
+    "stage 1 alone": (with_stage(1), True, NO_SIZE),
+    "stage 0, a size": (with_micro_batch(**with_stage(0)), False, None),
+    "stage 1, a size": (
+        with_micro_batch(**with_stage(1)),
+        False,
+        "zero stage 1 requires an optimizer",
+    ),
     "batch alone": ({"train_batch_size": 4}, True, None),
     "all three": ({"train_batch_size": 12, MICRO_OF: 2, ACCUMULATION: 3}, True, None),
     "three for no ranks": ({"train_batch_size": 7, MICRO_OF: 2, ACCUMULATION: 1}, True, ""),
@@ -352,56 +353,54 @@ STARTS = {
 
 
 def real_engines(cases):
-    """Return DeepSpeed's error for each configuration, and our check's; None if it starts."""
-    deepspeed, said = de.prepare(), {}
+    deepspeed, said = de.import_deepspeed(), {}
     for name, (settings, given, _) in cases.items():
-        module = model()
+        module = build_model()
         adamw = torch.optim.AdamW(module.parameters(), lr=1e-3) if given else None
         before = copy.deepcopy(settings)
         try:
-            with start.quiet():
+            with setup.suppress_output():
                 deepspeed.initialize(model=module, optimizer=adamw, config=copy.deepcopy(settings))
             theirs = None
         except Exception as error:
             theirs = str(error)
-        said[name] = theirs, checked(settings, given)
+        said[name] = theirs, check_or_error(settings, given)
         assert settings == before
     return said
 
 
-def checked(settings, given):
+def check_or_error(settings, given):
     try:
-        return de.check(settings, optimizer=given)
+        return de.check_config(settings, optimizer=given)
     except ValueError as error:
         return str(error)
 
 
 def test_check_and_the_engine_agree_and_on_ranks_it_says_the_same_as_without():
-    de.prepare()
-    said = run(real_engines, 2, STARTS)[0]
+    de.import_deepspeed()
+    said = run_ranks(real_engines, 2, STARTS)[0]
     for name, (settings, given, words) in STARTS.items():
         theirs, ours = said[name]
-        assert ours == checked(settings, given)
+        assert ours == check_or_error(settings, given)
         assert (words is None) == (theirs is None) == (ours is None), (name, said)
         if words is not None:
             assert words in theirs and words in ours and "\n" not in ours, name
 
 
-def refusals(folder):
-    """Return the errors that need an engine or ranks; none starts or writes anything."""
-    engine = started(at(pp=2), {"precision": "bf16"})
+def check_refusals(folder):
+    engine = start_engine(layout_of(pp=2), {"precision": "bf16"})
     for words, fn, *args in (
-        ("stages=3: allowed", de.pipeline, model(), 3),
+        ("stages=3: must divide", de.to_pipeline_module, build_model(), 3),
         ("micro_batches: 0 of them", de.step, engine, []),
     ):
         with pytest.raises(ValueError, match=words):
             fn(*args)
     with pytest.raises(FileNotFoundError):
-        de.load(engine, folder)
+        de.load_checkpoint(engine, folder)
 
 
 def test_refusals_come_before_anything_is_started_or_written(tmp_path):
-    run(refusals, 2, tmp_path)
+    run_ranks(check_refusals, 2, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -413,91 +412,94 @@ TASK = lab.Task(batch=2, prompt=8, new=4, seq=16, steps=2)
 
 
 @pytest.fixture(scope="module")
-def alone() -> list[lab.Report]:
-    """Return the results of one process with plain torch."""
+def reference_reports() -> list[lab.Report]:
     return lab.run("one", 2, TASK, device="cpu")
 
 
-def test_breakdown(alone: list[lab.Report]) -> None:
-    assert [r.tokens for r in alone] == [2 * 4, 2 * 2 * 16]
+def test_breakdown(reference_reports: list[lab.Report]) -> None:
+    assert [r.tokens for r in reference_reports] == [2 * 4, 2 * 2 * 16]
     report = lab.Report("data", "training", 8, 1_000_000, 50.0, 10**14, 10**12, 2.5, torch.ones(1))
-    assert report.rate == 20_000
-    assert report.tflops == 2.0
-    assert report.intensity == 100.0
+    assert report.tokens_per_second == 20_000
+    assert report.total_tflops == 2.0
+    assert report.flops_per_byte == 100.0
     # Eight GPUs for 50 of an hour's 3600 seconds, at 2.5. float64 rounds at 1e-16.
-    assert report.cost == pytest.approx(8 * 2.5 * 50 / 3600, rel=1e-12)
-    assert "0.28" in repr(breakdown.table([report]))
-    assert "cost" in repr(breakdown.table([report]))
-    assert alone[0].cost is None and "cost" not in repr(breakdown.table(alone))
-    assert len(breakdown.picture([report, *alone]).axes) == 4
+    assert report.cost_per_million == pytest.approx(8 * 2.5 * 50 / 3600, rel=1e-12)
+    assert "0.28" in repr(breakdown.show_table([report]))
+    assert "cost" in repr(breakdown.show_table([report]))
+    assert reference_reports[0].cost_per_million is None and "cost" not in repr(
+        breakdown.show_table(reference_reports)
+    )
+    assert len(breakdown.draw_bars([report, *reference_reports]).axes) == 4
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 6, "tie_word_embeddings": True}])
 def test_flops_are_what_torch_counts(changes: dict[str, int]) -> None:
     # Eager: the counter does not see inside the fused attention of a CPU.
-    model = lab.llama(attn_implementation="eager", **changes)
+    model = lab.build_llama(attn_implementation="eager", **changes)
     shape = model.config
     tokens_BS = torch.zeros(2, 12, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=tokens_BS, labels=tokens_BS, use_cache=False).loss.backward()
     assert counter.get_total_flops() == breakdown.training_flops(shape, 2, 12)
     with FlopCounterMode(display=False) as counter:
-        lab.generate(model, tokens_BS, 5)
+        lab.generate_tokens(model, tokens_BS, 5)
     assert counter.get_total_flops() == breakdown.inference_flops(shape, 2, 12, 5)
 
 
 def test_bytes_moved() -> None:
     # One process: read forward and backward, gradient written, then gradient read and three
     # states read and written: 10 float32 per parameter.
-    assert breakdown.training_moved(100, 100, gathered=False) == 4 * 100 * 10
+    assert breakdown.training_bytes_moved(100, 100, gathered=False) == 4 * 100 * 10
     # ZeRO-3 on two ranks: weights are written twice when gathered; half of the optimizer's part.
-    assert breakdown.training_moved(100, 50, gathered=True) == 4 * (100 * 5 + 50 * 7)
+    assert breakdown.training_bytes_moved(100, 50, gathered=True) == 4 * (100 * 5 + 50 * 7)
 
 
 def test_the_lab_refuses_what_it_cannot_share() -> None:
     for given, words in (
-        ({"way": "five"}, "way='five': must be"),
-        ({"way": "data", "size": 3}, "batch=2: allowed"),
-        ({"way": "tensor", "size": 4}, "size=4: allowed"),
+        ({"mode": "five"}, "mode='five': must be"),
+        ({"mode": "data", "size": 3}, "batch=2: must be a multiple"),
+        ({"mode": "tensor", "size": 4}, "size=4: must divide"),
         ({"precision": "fp8"}, "precision='fp8': must be"),
     ):
         with pytest.raises(ValueError, match=words):
-            lab.run(**{"way": "one", "task": TASK, **given})
+            lab.run(**{"mode": "one", "task": TASK, **given})
 
 
 def test_the_command_of_the_lab(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--batch", "2", "--prompt", "8", "--new", "3", "--seq", "16", "--steps", "1"]
-    assert lab.main(["--ways", "one", "--device", "cpu", "--price", "2.5", *sizes]) == 0
+    assert lab.main(["--modes", "one", "--device", "cpu", "--price", "2.5", *sizes]) == 0
     said = capsys.readouterr().out
     assert "inference" in said and "cost per million tokens" in said
     with pytest.raises(SystemExit):
-        lab.main(["--ways", "five"])
+        lab.main(["--modes", "five"])
     assert "must be 'one'" in capsys.readouterr().err
 
 
 @pytest.mark.weekly("the lesson trains four of them each day")
-@pytest.mark.parametrize("precision", breakdown.NUMBERS)
-@pytest.mark.parametrize("way", [way for way in breakdown.WAYS if way != "one"])
-def test_every_way_computes_what_one_process_does(way: str, precision: str) -> None:
-    size = 4 if way == "mixed" else 2
-    one, found = (lab.run(w, size, TASK, device="cpu", precision=precision) for w in ("one", way))
+@pytest.mark.parametrize("precision", breakdown.BYTES_PER_VALUE)
+@pytest.mark.parametrize("mode", [mode for mode in breakdown.MODES if mode != "one"])
+def test_every_mode_computes_what_one_process_does(mode: str, precision: str) -> None:
+    size = 4 if mode == "mixed" else 2
+    one, found = (lab.run(w, size, TASK, device="cpu", precision=precision) for w in ("one", mode))
     if precision == "fp32":  # bfloat16: greedy tokens differ where two logits are nearly equal
         assert torch.equal(found[0].outcome, one[0].outcome)
     # Losses are near 8, of which bfloat16 keeps two digits.
     gap = (found[1].outcome - one[1].outcome).abs().max().item()
     assert gap < (1e-5 if precision == "fp32" else 0.1)
     whole = 12_593_024  # bytes of TINY in float32
-    assert one[0].built >= whole and (found[0].built < 0.8 * whole) == (way in ("zero3", "offload"))
+    assert one[0].build_peak >= whole and (found[0].build_peak < 0.8 * whole) == (
+        mode in ("zero3", "offload")
+    )
 
 
 def on_a_gpu():
-    engine = started(at(zero=2), {})
-    return [one_step(engine, at(zero=2), step) for step in range(3)]
+    engine = start_engine(layout_of(zero=2), {})
+    return [one_step(engine, layout_of(zero=2), step) for step in range(3)]
 
 
 @pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
 def test_on_a_gpu_the_losses_are_those_of_the_cpu():
     got = ranks.run(on_a_gpu, 1, device="cuda", timeout=240)[0]
-    want = run(on_a_gpu, 1)[0]
+    want = run_ranks(on_a_gpu, 1)[0]
     # float32 sums in another order, through three steps of AdamW; tf32 is off by default
     assert max(abs(a - b) for a, b in zip(got, want, strict=True)) < 1e-4

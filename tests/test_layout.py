@@ -153,10 +153,10 @@ def test_counts_are_the_ledger_s(config: Config, tp: int, ep: int, pp: int) -> N
         tp = 2
     for stage in build_stages(config, pp):
         entries = list_stage_params(config, stage, ep)
-        counts = memory.parameters(config, Layout(dp=ep, tp=tp, ep=ep), stage)
+        counts = memory.count_rank_parameters(config, Layout(dp=ep, tp=tp, ep=ep), stage)
         assert sum(counts.values()) == sum(prod(entry.get_local_shape(tp)) for entry in entries)
         own = sum(entry.count_elements(tp) for entry in entries if entry.expert is not None)
-        assert memory.in_experts(config, Layout(dp=ep, tp=tp, ep=ep), stage) == own
+        assert memory.count_expert_parameters(config, Layout(dp=ep, tp=tp, ep=ep), stage) == own
 
 
 # Layers by stage, compared with published cuts; and the micro-batches that a stage keeps.
@@ -204,7 +204,7 @@ def test_micro_batches_in_flight_are_those_of_the_schedule(name: str, p: int, m:
     chunks = {"interleaved": v, "zb-v": 2}.get(name, 1)
     plan = pipeline.make_schedule(name, p, m, chunks if chunks > 1 else None)
     layout = Layout(pp=p, microbatches=m, schedule=name, chunks=chunks)
-    found = [memory.in_flight(layout, stage) for stage in range(p)]
+    found = [memory.count_in_flight(layout, stage) for stage in range(p)]
     lived = list(pipeline.count_peak_activations(plan))
     if name == "zb-v":  # a bound, which many micro-batches reach
         assert all(n <= most for n, most in zip(lived, found, strict=True))
@@ -247,7 +247,9 @@ def test_keys_are_those_that_a_mask_shows(seq: int, window: int | None, chunk: i
 def test_a_structure_is_counted_and_planned_as_its_config_is() -> None:
     config, machine = PRESETS["mixtral-8x7b"], MACHINES["h100"]
     model, layout = get_structure(config), Layout(dp=8, tp=4, pp=2, ep=4, zero=1)
-    assert memory.parameters(model, layout) == memory.parameters(config, layout)
+    assert memory.count_rank_parameters(model, layout) == memory.count_rank_parameters(
+        config, layout
+    )
     assert strategy.predict(model, machine, layout) == strategy.predict(config, machine, layout)
     assert strategy.compute_floor(model, machine, layout) == strategy.compute_floor(
         config, machine, layout

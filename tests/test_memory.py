@@ -33,7 +33,6 @@ ZERO_TABLE_1 = {
 
 
 def last_digit(printed: float) -> float:
-    """Return one unit in the last place that the paper prints."""
     return 10.0 ** -len(str(printed).partition(".")[2])
 
 
@@ -43,7 +42,8 @@ def test_every_cell_of_zero_table_1() -> None:
         for dp, printed in rows.items():
             for zero, cell in zip((1, 2, 3), printed, strict=True):
                 gigabytes = (
-                    memory.states(params, Layout(dp=dp, zero=zero), "fp16", "adam").total / 1e9
+                    memory.estimate_states(params, Layout(dp=dp, zero=zero), "fp16", "adam").total
+                    / 1e9
                 )
                 # The print rounds some cells and truncates others (4187.5 is printed 4187).
                 assert abs(gigabytes - cell) < last_digit(cell), (params, dp, zero)
@@ -65,7 +65,10 @@ ZERO_TABLE_2 = {
 def test_the_largest_models_of_zero_table_2() -> None:
     for tp, row in ZERO_TABLE_2.items():
         for zero, printed in enumerate(row):
-            found = memory.largest(32e9, Layout(dp=64, tp=tp, zero=zero), "fp16", "adam") / 1e9
+            found = (
+                memory.find_max_parameters(32e9, Layout(dp=64, tp=tp, zero=zero), "fp16", "adam")
+                / 1e9
+            )
             # The paper's 500, 1000 and 2000 are rounded 512, 1024 and 2048; the others are the
             # first row times tp, so that its rounding (7.64 to 7.6) is multiplied too.
             assert found == pytest.approx(printed, rel=0.025)
@@ -83,7 +86,7 @@ def test_bytes_per_parameter_of_megatron(
     for d in (1, 2, 64, 1000):
         assert memory.megatron_bytes(precision, d) == fixed + Fraction(shared, d)
         assert memory.megatron_bytes(precision, d, distributed=False) == alone
-    states = memory.states(6_000_000, Layout(dp=64, zero=1), precision, "adam")
+    states = memory.estimate_states(6_000_000, Layout(dp=64, zero=1), precision, "adam")
     if precision != "fp16":  # Megatron keeps float32 gradients as well
         assert states.total == 6_000_000 * memory.megatron_bytes(precision, 64)
 
@@ -106,7 +109,7 @@ def test_recipes_have_the_bytes_that_people_know() -> None:
         assert memory.bytes_per_parameter(precision, optimizer) == value
         # A whole number of blocks of 2048 parameters needs no rounding.
         assert (
-            memory.states(2048 * 1000, precision=precision, optimizer=optimizer).total
+            memory.estimate_states(2048 * 1000, precision=precision, optimizer=optimizer).total
             == 2048 * 1000 * value
         )
 
@@ -114,12 +117,12 @@ def test_recipes_have_the_bytes_that_people_know() -> None:
 def test_offloading_moves_bytes_and_loses_none() -> None:
     for zero in range(4):
         layout = Layout(dp=8, zero=zero)
-        kept = memory.states(10_000_000, layout)
-        off = memory.states(10_000_000, replace(layout, offload="optimizer"))
+        kept = memory.estimate_states(10_000_000, layout)
+        off = memory.estimate_states(10_000_000, replace(layout, offload="optimizer"))
         assert off.total + off.host == kept.total and kept.host == 0
         assert off.optimizer == 0 and off.parameters == kept.parameters
         assert off.gradients == (0 if zero >= 2 else kept.gradients)
-    off = memory.states(10_000_000, replace(layout, offload="parameters"))
+    off = memory.estimate_states(10_000_000, replace(layout, offload="parameters"))
     assert off.total == 0 and off.host == kept.total
 
 
@@ -128,7 +131,7 @@ def test_offloading_moves_bytes_and_loses_none() -> None:
 
 def test_a_vocabulary_is_padded_for_tensor_parallelism() -> None:
     """50,257 words on two ranks are 25,129 each: one row is padding."""
-    assert memory.parameters(PRESETS["gpt-2"], Layout(tp=2))["embedding"] == 25_129 * 768
+    assert memory.count_rank_parameters(PRESETS["gpt-2"], Layout(tp=2))["embedding"] == 25_129 * 768
 
 
 # Activations, as published.
@@ -155,9 +158,11 @@ def test_korthikanti_table_2() -> None:
 def test_micro_batches_in_flight() -> None:
     """Section 4.2.3: the first stage keeps p micro-batches, interleaved 1 + (p-1)/(pm) times L."""
     looped = Layout(pp=8, microbatches=24, schedule="interleaved", chunks=3)
-    assert memory.in_flight(looped) == pytest.approx(8 * (1 + 7 / 24))
+    assert memory.count_in_flight(looped) == pytest.approx(8 * (1 + 7 / 24))
     kept = [
-        memory.activations(PRESETS["micro"], Layout(pp=4, microbatches=4), stage=s).in_flight
+        memory.estimate_activations(
+            PRESETS["micro"], Layout(pp=4, microbatches=4), stage=s
+        ).in_flight
         for s in range(4)
     ]
     assert kept == [4, 3, 2, 1]
@@ -181,9 +186,9 @@ def test_the_course_s_layer_beside_korthikanti_s(t: int, sequence: bool) -> None
     statistics = 2 * 2 * 4 * b * s // (t if sequence else 1)  # two norms, mean and deviation
     tables = 2 * 2 * s * (h // a)  # cosines and sines, of queries and of keys
     printed = memory.korthikanti_layer(s, b, h, a, t, sequence, "selective")
-    ours = memory.activations(config, again, s, device="gpu").layer
+    ours = memory.estimate_activations(config, again, s, device="gpu").layer
     assert ours == printed + statistics + tables
-    fused = memory.activations(config, layout, s, device="gpu").layer
+    fused = memory.estimate_activations(config, layout, s, device="gpu").layer
     assert fused == ours + 4 * a * b * s // t
 
 
@@ -193,10 +198,10 @@ def test_the_course_s_layer_beside_korthikanti_s(t: int, sequence: bool) -> None
 def test_states_are_shared_by_those_that_have_the_same() -> None:
     """Each expert has four of 16 copies: ZeRO divides its states by 4, all other states by 16."""
     layout = Layout(dp=16, zero=1, recompute="full")
-    one = memory.estimate(MIXTRAL, layout)
-    dealt = memory.estimate(MIXTRAL, replace(layout, ep=4))
+    one = memory.estimate_step(MIXTRAL, layout)
+    dealt = memory.estimate_step(MIXTRAL, replace(layout, ep=4))
     assert dealt.optimizer == pytest.approx(one.optimizer, rel=1e-6)  # a quarter over a quarter
-    rest = 2 * sum(memory.parameters(MIXTRAL, Layout(dp=4, ep=4)).values())
+    rest = 2 * sum(memory.count_rank_parameters(MIXTRAL, Layout(dp=4, ep=4)).values())
     assert dealt.parameters == dealt.gradients == rest < one.parameters / 3
     assert dealt.peak < one.peak / 2
 
@@ -204,14 +209,14 @@ def test_states_are_shared_by_those_that_have_the_same() -> None:
 def test_activations_of_experts() -> None:
     """k times the rows; one expert of full width keeps as much as a feed-forward network."""
     one = replace(MIXTRAL, experts=1, experts_per_token=1)
-    kept = memory.activations(one, device="gpu").layer
-    plain = memory.activations(replace(MIXTRAL, experts=0), device="gpu").layer
+    kept = memory.estimate_activations(one, device="gpu").layer
+    plain = memory.estimate_activations(replace(MIXTRAL, experts=0), device="gpu").layer
     rows = 2 * 2 * MIXTRAL.seq * MIXTRAL.hidden  # in and out, in 16 bits
     assert kept - plain == pytest.approx(rows, rel=0.02)  # and the router's
     wide = 4 * 2 * MIXTRAL.seq * MIXTRAL.expert_width
-    two = memory.activations(replace(MIXTRAL, experts=8), device="gpu").layer
+    two = memory.estimate_activations(replace(MIXTRAL, experts=8), device="gpu").layer
     assert two - kept == pytest.approx(rows + wide, rel=0.02)
-    again = memory.activations(MIXTRAL, Layout(recompute="ffn"), device="gpu").layer
+    again = memory.estimate_activations(MIXTRAL, Layout(recompute="ffn"), device="gpu").layer
     assert two - again == wide  # half of the wide tensors of both experts
 
 
@@ -226,8 +231,7 @@ def as_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str,
     return json.loads(out)
 
 
-def bytes_of(estimate: memory.step.Estimate) -> dict[str, int]:
-    """Return the command's output for an estimate: parts that add up to the total, peak, host."""
+def bytes_of(estimate: memory.step_estimate.Estimate) -> dict[str, int]:
     names = "parameters", "gradients", "optimizer", "activations", "buffers", "total"
     return {name: getattr(estimate, name) for name in (*names, "peak", "host")}
 
@@ -236,7 +240,7 @@ def test_json_has_whole_bytes_that_add_up(capsys: pytest.CaptureFixture[str]) ->
     found = as_json(capsys, "--dp", 8, "--zero", 3, "--batch", 2)
     assert all(type(size) is int for size in found.values())
     assert sum([*found.values()][:5]) == found["total"]
-    want = memory.estimate(LLAMA, Layout(dp=8, zero=3, micro_batch=2), device="gpu")
+    want = memory.estimate_step(LLAMA, Layout(dp=8, zero=3, micro_batch=2), device="gpu")
     assert list(found.items()) == list(bytes_of(want).items())
     assert found["activations"] > 0 and 0 < found["peak"] <= found["total"]
 
@@ -254,4 +258,4 @@ def test_every_option_reaches_the_calculator(capsys: pytest.CaptureFixture[str])
     options = [word for name, value in settings.items() for word in (f"--{name}", value)]
     found = as_json(capsys, *options, "--sequence-parallel")
     layout = Layout(**cut, micro_batch=2, sequence_parallel=True)
-    assert found == bytes_of(memory.estimate(LLAMA, layout, **told)) and found["host"] > 0
+    assert found == bytes_of(memory.estimate_step(LLAMA, layout, **told)) and found["host"] > 0

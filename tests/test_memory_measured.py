@@ -98,15 +98,14 @@ class Step:
             self.master = [p.detach().float() for p in self.parameters]
         weights = self.master or self.parameters
         if optimizer == "muon":
-            self._muon(weights)
+            self._use_muon(weights)
         elif optimizer == "adamw":
             self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(weights, foreach=False)
         else:
             momentum = 0.9 if optimizer == "momentum" else 0.0
             self.optimizer = torch.optim.SGD(weights, 0.1, momentum, foreach=False)
 
-    def _muon(self, weights: list[Tensor]) -> None:
-        """Use Muon for the matrices of blocks and AdamW for the rest, as in lessons/parity.md."""
+    def _use_muon(self, weights: list[Tensor]) -> None:
         named = zip(self.model.named_parameters(), weights, strict=True)
         inner = {id(w): w for (n, _), w in named if "blocks" in n and w.ndim == 2}
         rest = [w for w in weights if id(w) not in inner]
@@ -115,8 +114,7 @@ class Step:
         muon.state = self.optimizer.state
         self.optimizer.step = lambda: (muon.step(), plain())  # type: ignore[method-assign]
 
-    def update(self) -> None:
-        """Run one step of the optimizer, with master weights one parameter after the other."""
+    def update_weights(self) -> None:
         if not self.master:
             self.optimizer.step()
         for parameter, master in zip(self.parameters, self.master, strict=False):
@@ -126,13 +124,13 @@ class Step:
             with torch.no_grad():
                 parameter.copy_(master)
 
-    def measure(self, batch: int, seq: int) -> Measured:
+    def measure_step(self, batch: int, seq: int) -> Measured:
         device = self.parameters[0].device
         vocab = self.model.config.vocab
         tokens_BS, targets_BS = torch.randint(0, vocab, (2, batch, seq), device=device)
         tokens_BS, targets_BS = tokens_BS.clone(), targets_BS.clone()  # not two views of one
         self.loss(self.model(tokens_BS), targets_BS).backward()
-        self.update()
+        self.update_weights()
         self.model.zero_grad()
         with count.track_saved_activations(tokens_BS, targets_BS, *self.parameters) as saved:
             value = self.loss(self.model(tokens_BS), targets_BS)
@@ -146,14 +144,14 @@ class Step:
             if self.edges is SEQUENCE_SHARDED:
                 sum_gradients(self.model, dist.group.WORLD)
             gradients = count.measure_state_bytes(self.model, self.optimizer)["gradients"]
-            self.update()
+            self.update_weights()
         states = count.measure_state_bytes(self.model, self.optimizer) | {"gradients": gradients}
         counters = states.pop("counters")
         states["optimizer"] += count.sum_bytes(self.master)
         return Measured(states, saved.bytes, kept, held.peak_bytes, counters)
 
 
-def predicted(
+def predict_bytes(
     config: Config,
     layout: Layout,
     precision: str,
@@ -161,15 +159,14 @@ def predicted(
     optimizer: str = "adamw",
     attention: str = "fused",
 ) -> tuple[dict[str, int], int, int]:
-    """Return the predicted bytes of states, of tensors kept after forward, and of the peak."""
     how = {"attention": attention, "device": "gpu" if device == "cuda" else "cpu"}
-    found = memory.estimate(config, layout, None, precision, optimizer, **how)
-    kept = memory.activations(config, layout, precision=precision, **how)
+    found = memory.estimate_step(config, layout, None, precision, optimizer, **how)
+    kept = memory.estimate_activations(config, layout, precision=precision, **how)
     states = {name: getattr(found, name) for name in ("parameters", "gradients", "optimizer")}
-    return states, kept.saved, found.peak
+    return states, kept.kept_bytes, found.peak
 
 
-def check(
+def check_prediction(
     config: Config,
     precision: str,
     measured: Measured,
@@ -181,10 +178,10 @@ def check(
 ) -> None:
     """Compare: states to the byte, activations within 2 %, the peak within 5 %."""
     layout = Layout(micro_batch=batch, recompute=recompute)
-    states, kept, peak = predicted(config, layout, precision, device, optimizer, attention)
+    states, kept, peak = predict_bytes(config, layout, precision, device, optimizer, attention)
     assert measured.states == states
     if optimizer == "adamw":
-        assert measured.counters == 4 * len(memory.shapes(config))
+        assert measured.counters == 4 * len(memory.list_parameter_shapes(config))
     assert measured.saved == pytest.approx(kept, rel=0.02)
     assert measured.kept == pytest.approx(kept, rel=0.02)
     assert measured.peak == pytest.approx(peak, rel=0.05)
@@ -194,8 +191,8 @@ def check(
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_step_holds_what_was_predicted(name: str, precision: str, batch: int) -> None:
     config = SHAPES[name]
-    measured = Step(config, precision, "cpu").measure(batch, config.seq)
-    check(config, precision, measured, batch)
+    measured = Step(config, precision, "cpu").measure_step(batch, config.seq)
+    check_prediction(config, precision, measured, batch)
 
 
 def recompute_blocks(model: GPT) -> None:
@@ -218,23 +215,25 @@ def test_recomputation(
     step = Step(config, precision, "cpu")
     if operators == "full":
         recompute_blocks(step.model)
-    check(config, precision, step.measure(batch, config.seq), batch, recompute=operators)
+    check_prediction(
+        config, precision, step.measure_step(batch, config.seq), batch, recompute=operators
+    )
 
 
 @pytest.mark.parametrize(("name", "precision"), [("long", "bf16"), ("llama", "fp32")])
 def test_attention_that_keeps_its_scores(name: str, precision: str) -> None:
     config, batch = SHAPES[name], 4
     with sdpa_kernel(SDPBackend.MATH):
-        measured = Step(config, precision, "cpu").measure(batch, config.seq)
-    check(config, precision, measured, batch, attention="plain")
+        measured = Step(config, precision, "cpu").measure_step(batch, config.seq)
+    check_prediction(config, precision, measured, batch, attention="plain")
 
 
 @pytest.mark.parametrize(("name", "precision"), [("micro", "bf16"), ("mixture", "fp32")])
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "muon"])
 def test_other_optimizers(optimizer: str, name: str, precision: str) -> None:
     config, batch = SHAPES[name], 1
-    measured = Step(config, precision, "cpu", optimizer).measure(batch, config.seq)
-    check(config, precision, measured, batch, optimizer=optimizer)
+    measured = Step(config, precision, "cpu", optimizer).measure_step(batch, config.seq)
+    check_prediction(config, precision, measured, batch, optimizer=optimizer)
 
 
 # Tensor-parallel ranks.
@@ -276,14 +275,14 @@ def cut_steps(cases: list[tuple], device: str) -> list[list[Measured]]:
             recompute_blocks(step.model)
         # The threads of gloo hold sent buffers until they get to release them, a moment after the
         # message is over. A step may thus hold more, and the least of several steps is right.
-        found.append([step.measure(layout.micro_batch, config.seq) for _ in range(2)])
+        found.append([step.measure_step(layout.micro_batch, config.seq) for _ in range(2)])
     return found
 
 
 def check_cut(cases: list[tuple], device: str = "cpu") -> None:
     results = ranks.run(cut_steps, cases[0][2].tp, cases, device, device=device, show=False)
     for (config, precision, layout), by_rank in zip(cases, zip(*results, strict=True), strict=True):
-        states, kept, peak = predicted(config, layout, precision, device)
+        states, kept, peak = predict_bytes(config, layout, precision, device)
         steps = [step for steps in by_rank for step in steps]
         for step in steps:
             assert step.states == states, config
@@ -313,15 +312,15 @@ def test_a_simulated_rank_of_fsdp2_holds_what_was_predicted(name: str, recompute
     config = SHAPES[name]
     simulated = count.simulate_fsdp_step(config, 4, batch=2, recompute=recompute)
     layout = Layout(dp=4, zero=3, micro_batch=2, recompute=recompute)
-    _, kept, peak = predicted(config, layout, "bf16-compute")
+    _, kept, peak = predict_bytes(config, layout, "bf16-compute")
     assert simulated["activations"] == pytest.approx(kept, rel=0.02)
     assert simulated["peak"] == pytest.approx(peak, rel=0.05)
     # FSDP2 shards each parameter by its first dimension, rounded up: rank 0 has the most.
-    shapes = memory.shapes(config, layout).values()
+    shapes = memory.list_parameter_shapes(config, layout).values()
     share = 4 * sum(-(-shape[0] // 4) * prod(shape[1:]) for shape in shapes)
     assert (simulated["parameters"], simulated["gradients"]) == (share, share)
     # The counters of the steps are among the simulated optimizer's bytes: four for each parameter.
-    assert simulated["optimizer"] == 2 * share + 4 * len(memory.shapes(config))
+    assert simulated["optimizer"] == 2 * share + 4 * len(memory.list_parameter_shapes(config))
 
 
 # On a GPU: the lesson's own cells, without one.
@@ -341,5 +340,5 @@ def test_a_step_on_a_gpu_holds_what_was_predicted(
     step = Step(config, precision, "cuda")
     if recompute == "full":
         recompute_blocks(step.model)
-    measured = step.measure(batch, config.seq)
-    check(config, precision, measured, batch, "cuda", recompute=recompute)
+    measured = step.measure_step(batch, config.seq)
+    check_prediction(config, precision, measured, batch, "cuda", recompute=recompute)

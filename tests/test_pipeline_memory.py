@@ -64,9 +64,9 @@ def predicted(plan, stage, recompute):
     """Return the estimate for 1F1B, with as many activations as `plan` keeps, and all tokens."""
     again, told = "full" if recompute else "none", {"precision": "fp32", "stage": stage}
     layout = Layout(1, 1, plan.stages, 0, EACH, plan.microbatches, again)
-    kept = memory.activations(CONFIG, layout, **told)
+    kept = memory.estimate_activations(CONFIG, layout, **told)
     more = count_peak_activations(plan)[stage] - kept.in_flight
-    bytes_held = memory.estimate(CONFIG, layout, **told).peak + more * kept.layers * kept.layer
+    bytes_held = memory.estimate_step(CONFIG, layout, **told).peak + more * kept.layers * kept.layer
     if plan.placement[stage] == (plan.parts - 1,):  # each micro-batch's logits, too
         bytes_held += more * (kept.head + kept.logits)
     one = 8 * EACH * CONFIG.seq  # bytes of a micro-batch's tokens, which are its targets here

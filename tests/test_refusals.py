@@ -75,7 +75,7 @@ def cuts(seq: int | None = None, **options: Any) -> Callable[[], None]:
 
 
 def held(config: Config = NANO, attention: str = "fused", **options: Any) -> Callable[[], Any]:
-    return lambda: memory.estimate(config, Layout(**options), attention=attention)
+    return lambda: memory.estimate_step(config, Layout(**options), attention=attention)
 
 
 MODELS: Table = {
@@ -100,7 +100,7 @@ LAYOUTS: Table = {
     "zero=2: must be 0 or 1 with pp=2": cuts(pp=2, zero=2),
     "seq=9: must be divisible by tp=2": cuts(tp=2, sequence_parallel=True, seq=9),
     "tp=3: must divide": held(tp=3),
-    "precision='fp12': must be": lambda: memory.estimate(NANO, Layout(), precision="fp12"),
+    "precision='fp12': must be": lambda: memory.estimate_step(NANO, Layout(), precision="fp12"),
     "gpus=12: must": lambda: strategy.plan(GPT3, A100, 12, 512),
 }
 TECHNIQUES: Table = {
@@ -132,7 +132,7 @@ def on_two(group: Any) -> Table:
     logits, odd = torch.randn(2, 3, 4), torch.ones(1, 5, dtype=torch.int64)
     q, few = torch.zeros(1, 4, 3, 8), torch.zeros(1, 3, 6, 8)
     frozen, sparse = nn.Linear(2, 2).requires_grad_(False), nn.Embedding(3, 2, sparse=True)
-    model, second = nn.Linear(2, 2), zero.shard(nn.Linear(2, 2), group, 2)
+    model, second = nn.Linear(2, 2), zero.shard_module(nn.Linear(2, 2), group, 2)
     tokens = torch.zeros(2, 6, dtype=torch.int64)
     pipe = distribute_model(GPT(PLAIN), PAIR, group)
     return {
@@ -152,8 +152,8 @@ def on_two(group: Any) -> Table:
         "latent=16: must be None": lambda: cp.distribute_model(GPT(LATENT), group),
         "attention='flash': must be": lambda: cp.distribute_model(GPT(PLAIN), group, "flash"),
         "must be a module with trainable": lambda: data_parallel.DataParallel(frozen, group),
-        "must have dense gradients": lambda: zero.shard(sparse, group, 1),
-        "stage=4: allowed": lambda: zero.shard(model, group, 4),
+        "must have dense gradients": lambda: zero.shard_module(sparse, group, 1),
+        "stage=4: must be 1, 2 or 3": lambda: zero.shard_module(model, group, 4),
         "no_sync: Zero2 keeps": lambda: second.no_sync().__enter__(),
         "experts=3: must be a multiple of the 2": lambda: experts.parallelize(
             GPT(replace(SPARSE, experts=3)), group
@@ -175,7 +175,7 @@ def foreign(one: Any) -> list[Callable[[], Any]]:
         lambda: tp.parallelize(GPT(PLAIN), one),
         lambda: cp.ring_attention(x, x, x, one),
         lambda: data_parallel.DataParallel(nn.Linear(2, 2), one),
-        lambda: zero.shard(nn.Linear(2, 2), one, 1),
+        lambda: zero.shard_module(nn.Linear(2, 2), one, 1),
         lambda: experts.parallelize(GPT(SPARSE), one),
         lambda: distribute_model(GPT(PLAIN), PAIR, one),
         lambda: mesh.create_groups(Layout(), one),

@@ -47,7 +47,7 @@ def test_operations_are_those_of_the_paper() -> None:
         layout = Layout(d, t, p, micro_batch=b, microbatches=batch // d // b, recompute="full")
         if chunks > 1:
             layout = replace(layout, schedule="interleaved", chunks=chunks)
-        assert memory.estimate(config, layout, device="gpu").peak < 80e9  # these jobs ran
+        assert memory.estimate_step(config, layout, device="gpu").peak < 80e9  # these jobs ran
 
 
 def test_days_of_training() -> None:
@@ -73,14 +73,14 @@ def predict_zero_traffic() -> list[dict[str, int]]:
     found = []
     for stage in (1, 2, 3):
         options = {"units": []} if stage == 3 else {}
-        sharded = zero.shard(model.GPT(PRESETS["nano"]), dist.group.WORLD, stage, **options)
-        found.append(zero.predicted_sent(sharded, backwards=3))
+        sharded = zero.shard_module(model.GPT(PRESETS["nano"]), dist.group.WORLD, stage, **options)
+        found.append(zero.predict_bytes_sent(sharded, backwards=3))
     return found
 
 
 def test_traffic_of_zero_is_that_of_the_module() -> None:
     """In float32; without units, stage 3 keeps the gathered weights from forward to backward."""
-    params = memory.parameter_count(PRESETS["nano"])
+    params = memory.count_parameters(PRESETS["nano"])
     for stage, found in zip((1, 2, 3), ranks.run(predict_zero_traffic, 2)[0], strict=True):
         sent = strategy.zero_traffic(params, stage, 2, 3, weight=4, gradient=4)
         weights = sent["weights"] / (2 if stage == 3 else 1)
@@ -118,7 +118,7 @@ def test_gpt3_on_64_gpus() -> None:
     """t 8, p 4, d 2: copies alone do not fit into 80 GB; ZeRO-1 fits, and sends no more bytes."""
     layouts = [Layout(2, 8, 4, zero, microbatches=256, sequence_parallel=True) for zero in range(4)]
     assert {(x.world_size, x.global_batch) for x in layouts} == {(64, 512)}
-    peaks = [memory.estimate(GPT3, x, device="gpu").peak / 1e9 for x in layouts]
+    peaks = [memory.estimate_step(GPT3, x, device="gpu").peak / 1e9 for x in layouts]
     assert peaks == pytest.approx([109.6, 65.5, 60.0, 55.9], abs=0.05)
     floors = [strategy.compute_floor(GPT3, A100, x) for x in layouts]
     assert floors[0] == floors[1]
@@ -126,13 +126,13 @@ def test_gpt3_on_64_gpus() -> None:
     assert floors[3].data == pytest.approx(floors[1].data * 3 * 256 / 2)
     assert [f.total for f in floors] == pytest.approx([56.4, 56.4, 56.7, 169.4], abs=0.05)
     whole = replace(layouts[1], sequence_parallel=False)
-    needs = memory.estimate(GPT3, whole, device="gpu").peak / 1e9
+    needs = memory.estimate_step(GPT3, whole, device="gpu").peak / 1e9
     assert needs == pytest.approx(82.4, abs=0.05)
 
 
 def test_copies_of_a_node_share_its_links() -> None:
     """An all-reduce of S: 2(n-1)/n S/g through each card, for n nodes of g copies."""
-    params = memory.parameter_count(PRESETS["gpt-2"])
+    params = memory.count_parameters(PRESETS["gpt-2"])
     found = strategy.compute_floor(PRESETS["gpt-2"], A100, Layout(dp=128))
     assert found.data == pytest.approx(
         2 * (15 / 16) * 2 * params / 8 / A100.network_bandwidth, rel=1e-6
@@ -211,7 +211,7 @@ def test_oom_advice_counts_states_as_memory_does() -> None:
     # Experts are distributed, and fewer ranks share their states: as `memory` counts them.
     mixed = Layout(8, zero=1, ep=8, micro_batch=64)
     said = strategy.explain_oom(PRESETS["mixtral-8x7b"], A100, mixed)
-    found = memory.estimate(PRESETS["mixtral-8x7b"], mixed, device="gpu")
+    found = memory.estimate_step(PRESETS["mixtral-8x7b"], mixed, device="gpu")
     states = found.parameters + found.gradients + found.optimizer
     assert f"{states / 1e9:.1f} GB of it are model states" in said
     assert "99.0 GB of it are model states" in said

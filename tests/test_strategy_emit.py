@@ -19,9 +19,9 @@ from shardlab import deepspeed_engine as de
 from shardlab import ranks
 from shardlab.common.machines import MACHINES
 from shardlab.common.shapes import PRESETS
-from shardlab.deepspeed_engine import start
-from shardlab.deepspeed_engine.core import COURSE_PLAN
-from shardlab.deepspeed_engine.pipe import layers
+from shardlab.deepspeed_engine import setup
+from shardlab.deepspeed_engine.core import COURSE_TP_PLAN
+from shardlab.deepspeed_engine.pipeline import list_layers
 from shardlab.gpt.model import GPT, loss
 from shardlab.layout import Layout
 from shardlab.train import take_home
@@ -137,18 +137,18 @@ DEEPSPEED = {
 def engine_of(layout, path):
     import hjson  # installed with DeepSpeed
 
-    ds = start.prepare()
-    de.check(hjson.loads(path.read_text()), optimizer=True)  # DeepSpeed knows each name
+    ds = setup.import_deepspeed()
+    de.check_config(hjson.loads(path.read_text()), optimizer=True)  # DeepSpeed knows each name
     torch.manual_seed(0)
     module = GPT(NANO)
     if layout.recompute == "full" and layout.pp == 1:
-        de.recompute(module)
-    with start.quiet():
+        de.enable_recompute(module)
+    with setup.suppress_output():
         if layout.pp > 1:
             from deepspeed.pipe import PipelineModule
 
             ds.init_distributed()
-            sequence, _ = layers(module)
+            sequence, _ = list_layers(module)
             kind = {"partition_method": "type:Block", "loss_fn": loss}
             module = PipelineModule(sequence, num_stages=layout.pp, **kind)
             held = [type(layer).__name__ for layer in module.forward_funcs]
@@ -191,7 +191,7 @@ def test_deepspeed_s_comments_are_all_that_is_not_json():
         settings = json.loads("\n".join(lines))
         assert settings == hjson.loads(text)
         assert text.count("//") >= len(settings)
-    assert deepspeed.TENSOR_PLAN == COURSE_PLAN
+    assert deepspeed.TENSOR_PLAN == COURSE_TP_PLAN
 
 
 # ---------------------------------------------------------------------- torchtitan and megatron

@@ -107,7 +107,7 @@ def test_hsdp_groups_gather_inside_a_node() -> None:
     """HSDP on two nodes of eight: weights stay in the node, gradient shards leave it."""
     every = Layout(16, zero=3, microbatches=4)
     groups = replace(every, replicas=2)
-    params = memory.parameter_count(LLAMA)
+    params = memory.count_parameters(LLAMA)
     inside = 4 * 2 * 3 * params * 7 / 8 / H100.node_bandwidth
     between = 2 * 2 * params / 8 / 2 / H100.network_bandwidth
     found = strategy.compute_floor(LLAMA, H100, groups).data

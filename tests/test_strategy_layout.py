@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from shardlab.common.shapes import PRESETS
 from shardlab.layout import SCHEDULES, STAGE_RULES, format_layout, parse_layout
-from shardlab.memory import in_experts
+from shardlab.memory import count_expert_parameters
 from shardtools.strategy import Layout
 
 
@@ -27,9 +27,11 @@ def test_tensor_ranks_join_the_experts() -> None:
     )
     with pytest.raises(ValueError, match="ep=32: must divide the 16 .* etp=1"):
         Layout(dp=2, tp=4, cp=2, ep=32, etp=1)
-    whole = in_experts(PRESETS["mixtral-8x7b"], Layout(dp=8, ep=8))
-    assert in_experts(PRESETS["mixtral-8x7b"], Layout(dp=2, tp=4, ep=8, etp=1)) == whole
-    assert in_experts(PRESETS["mixtral-8x7b"], Layout(dp=8, tp=4, ep=8)) * 4 == whole
+    whole = count_expert_parameters(PRESETS["mixtral-8x7b"], Layout(dp=8, ep=8))
+    assert (
+        count_expert_parameters(PRESETS["mixtral-8x7b"], Layout(dp=2, tp=4, ep=8, etp=1)) == whole
+    )
+    assert count_expert_parameters(PRESETS["mixtral-8x7b"], Layout(dp=8, tp=4, ep=8)) * 4 == whole
 
 
 LAYOUTS = st.fixed_dictionaries(

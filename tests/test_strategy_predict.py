@@ -260,10 +260,10 @@ def test_a_plan_counts_what_memory_does(config: Config, layout: Layout) -> None:
     job, rates = Job(config, H100, layout, COURSE, 4096), guess_rates("course").to_values()
     for k, stage in enumerate(layout.build_stages(config)):
         found = footprint.predict_memory(job, rates, k)
-        want = memory.estimate(config, layout, 4096, device="gpu", stage=k)
+        want = memory.estimate_step(config, layout, 4096, device="gpu", stage=k)
         states = found.weights, found.gradients, found.optimizer
         assert states == (want.parameters, want.gradients, want.optimizer)
-        kept = memory.activations(config, layout, 4096, device="gpu", stage=k)
+        kept = memory.estimate_activations(config, layout, 4096, device="gpu", stage=k)
         assert found.activations == pytest.approx(kept.all_layers, rel=0.03)
         assert found.activations < kept.all_layers and kept.layers == stage.layers
         if layout.zero == 3:  # memory counts 16 bytes a token beside them

@@ -78,7 +78,7 @@ def train_in_fp16(wrapper: str, kind: str, steps: int):
     elif wrapper == "ddp":
         model = torch.nn.parallel.DistributedDataParallel(model)
     else:
-        model = zero.shard(model, dist.group.WORLD, stage=2)
+        model = zero.shard_module(model, dist.group.WORLD, stage=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler = LossScaler(2.0**16, 3, dist.group.WORLD if kind == "together" else None)
     torchs = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from devices import to_device
 from sides import SMALL_BUCKETS, ToyModel, gather_gradients
 from sides import make_optimizer as adamw
-from test_data_parallel import gap, toy_batch, toy_loss
+from test_data_parallel import max_gap, toy_batch, toy_loss
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,36 +21,37 @@ from shardlab.measure import count
 STAGES = (1, 2, 3)
 
 
-def run(fn, size, *args, device="auto", timeout=100, show=True):
+def run_ranks(fn, size, *args, device="auto", timeout=100, show=True):
     return ranks.run(fn, size, *args, device=device, timeout=timeout, show=show)
 
 
-def sharded(plain, stage, **options):
-    """Return `plain`, sharded over all ranks, in several buckets or units."""
+def shard_plain(plain, stage, **options):
     if stage < 3:
         options = SMALL_BUCKETS | options
     elif isinstance(plain, ToyModel):
         # Unused parameters cannot be a unit of their own: `left` and `right` are in the rest.
         options = {"units": [plain.frozen]} | options
-    return zero.shard(plain, dist.group.WORLD, stage, **options)
+    return zero.shard_module(plain, dist.group.WORLD, stage, **options)
 
 
 def test_the_calculator_of_the_memory_lesson_says_the_same():
     config = PRESETS["nano"]  # all its sizes divide by 2
 
-    def predicted(stage, dtype):
-        return zero.predicted_states(sharded(GPT(config), stage, compute_dtype=dtype))
+    def predict_bytes(stage, dtype):
+        return zero.predict_state_bytes(shard_plain(GPT(config), stage, compute_dtype=dtype))
 
-    def both():
-        return [[predicted(stage, dtype) for dtype in (None, torch.bfloat16)] for stage in STAGES]
+    def predict_all():
+        return [
+            [predict_bytes(stage, dtype) for dtype in (None, torch.bfloat16)] for stage in STAGES
+        ]
 
-    size = memory.parameter_count(config)
-    for found in run(both, 2):
+    size = memory.count_parameters(config)
+    for found in run_ranks(predict_all, 2):
         for stage, (wide, narrow) in zip(STAGES, found, strict=True):
-            states = memory.states(size, Layout(dp=2, zero=stage), "fp32")
+            states = memory.estimate_states(size, Layout(dp=2, zero=stage), "fp32")
             names = "parameters", "gradients", "optimizer"
             assert wide == {name: getattr(states, name) for name in names}
-            states = memory.states(size, Layout(dp=2, zero=stage), "bf16-fp32-gradients")
+            states = memory.estimate_states(size, Layout(dp=2, zero=stage), "bf16-fp32-gradients")
             # Its recipe keeps a 16-bit copy of the shard as well, which stage 3 here does not.
             spared = 2 * size // 2 if stage == 3 else 0
             assert sum(narrow.values()) == states.total - spared
@@ -58,8 +59,7 @@ def test_the_calculator_of_the_memory_lesson_says_the_same():
 
 
 def predicted_and_held(model, optimizer):
-    """Return predicted and held bytes of states, after a backward and a step."""
-    predicted = zero.predicted_states(model)
+    predicted = zero.predict_state_bytes(model)
     held = count.measure_state_bytes(model, optimizer)
     if model.compute_dtype is not None and not isinstance(model, zero.Zero3):
         held["parameters"] += sum(flat.full.nbytes for flat in model.flats)
@@ -75,7 +75,7 @@ def held_and_sent():
     rank = dist.get_rank()
     for stage, dtype in [(s, d) for s in STAGES for d in (None, torch.bfloat16)]:
         for plain in (to_device(ToyModel()), to_device(GPT(PRESETS["nano"]))):
-            model = sharded(plain, stage, compute_dtype=dtype)
+            model = shard_plain(plain, stage, compute_dtype=dtype)
             optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
             for step in range(2):
                 optimizer.zero_grad()
@@ -88,7 +88,7 @@ def held_and_sent():
                 optimizer.step()
             if isinstance(plain, GPT):  # all parameters are used: every piece has a gradient
                 assert predicted_and_held(model, optimizer)
-            predicted = zero.predicted_sent(model)
+            predicted = zero.predict_bytes_sent(model)
             assert sent.bytes == predicted["gradients"], (stage, dtype)
             own = sent.collectives["all_gather_into_tensor"][1]  # sent to each other rank
             others = dist.get_world_size() - 1
@@ -100,7 +100,7 @@ def held_and_sent():
 
 def test_states_and_messages_are_as_predicted_to_the_byte():
     # Counted by messages: on a GPU ZeRO calls the library's reduce-scatter.
-    run(held_and_sent, 3, device="cpu")
+    run_ranks(held_and_sent, 3, device="cpu")
 
 
 def states_and_back():
@@ -111,7 +111,7 @@ def states_and_back():
         toy.seen.fill_(rank)
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     for stage in STAGES:
-        model = sharded(copy.deepcopy(toy), stage)
+        model = shard_plain(copy.deepcopy(toy), stage)
         optimizer = adamw(model)
         toy_loss(model, toy_batch(0, rank, 4)).backward()
         optimizer.step()
@@ -120,7 +120,7 @@ def states_and_back():
         assert state["seen"] == 4  # buffers, too
         assert torch.equal(state["head.weight"], state["embedding.weight"])
         for other in STAGES:
-            second = zero.shard(to_device(ToyModel()), pair, other)
+            second = zero.shard_module(to_device(ToyModel()), pair, other)
             second.load_full_state_dict(state)
             batch = toy_batch(1, 0, 4)
             assert torch.equal(second(batch[0]), model(batch[0]))
@@ -134,7 +134,7 @@ def states_and_back():
 
 
 def test_full_weights_go_out_and_in_between_stages_and_groups():
-    assert len(set(run(states_and_back, 4))) == 1
+    assert len(set(run_ranks(states_and_back, 4))) == 1
 
 
 class Chain(nn.Module):
@@ -181,7 +181,6 @@ CALLS = {
 
 
 def ways_through():
-    """Compare every use of stage 3's units, with every setting, to autograd without ZeRO."""
     serial = to_device(Chain())
     x = to_device(torch.randn(3, 8, generator=torch.Generator().manual_seed(dist.get_rank())))
     settings = [
@@ -196,7 +195,7 @@ def ways_through():
     chain = copy.deepcopy(serial)
     pairs = [chain.blocks[0], [chain.blocks[1], chain.blocks[2]], chain.out]
     models.append(zero.Zero3(chain, dist.group.WORLD, units=pairs))
-    models += [sharded(copy.deepcopy(serial), stage) for stage in (1, 2)]
+    models += [shard_plain(copy.deepcopy(serial), stage) for stage in (1, 2)]
     for name, call in CALLS.items():
         for number, model in enumerate(models):
             expected = to_device(Chain())
@@ -222,15 +221,14 @@ def ways_through():
 
 
 def test_units_in_any_order_twice_or_recomputed():
-    run(ways_through, 2)
+    run_ranks(ways_through, 2)
 
 
 def under_way():
-    """Return the messages in flight and the gathered units during other computations."""
     tokens = to_device(torch.zeros(2, 64, dtype=torch.int64))
     sent = []
     for stage in STAGES:
-        model = sharded(to_device(GPT(PRESETS["nano"])), stage)
+        model = shard_plain(to_device(GPT(PRESETS["nano"])), stage)
         embedding = model.module.embedding.weight  # its gradient is the last to come
         embedding.register_post_accumulate_grad_hook(
             lambda _, m=model: sent.append(len(m.reducer.sent))
@@ -241,23 +239,23 @@ def under_way():
     for prefetch in (True, False):
         model = zero.Zero3(to_device(GPT(PRESETS["nano"])), dist.group.WORLD, prefetch=prefetch)
 
-        def look(*_, model=model):
+        def record_state(*_, model=model):
             units = [model.rest, *model.units]
             states.append("".join(unit.flats[0].state[0] for unit in units))
 
         first, second = model.module.blocks
-        first.attention.register_forward_pre_hook(look)
-        second.ffn.register_forward_pre_hook(look)
+        first.attention.register_forward_pre_hook(record_state)
+        second.ffn.register_forward_pre_hook(record_state)
         # Of each block's gradients the norm's comes last.
-        second.attention_norm.weight.register_post_accumulate_grad_hook(look)
-        first.attention_norm.weight.register_post_accumulate_grad_hook(look)
+        second.attention_norm.weight.register_post_accumulate_grad_hook(record_state)
+        first.attention_norm.weight.register_post_accumulate_grad_hook(record_state)
         loss(model(tokens), tokens).backward()
-        look()
+        record_state()
     return sent, states
 
 
 def test_gradients_leave_and_units_come_while_others_are_computed():
-    for sent, states in run(under_way, 2):
+    for sent, states in run_ranks(under_way, 2):
         assert min(sent) > 0
         # The rest, the first and the second block: full, gathering or sharded. Blocks are freed
         # after their forward, the next one comes during it; in backward the other way around.
@@ -265,12 +263,12 @@ def test_gradients_leave_and_units_come_while_others_are_computed():
         assert states[5:] == ["ffs", "fsf", "fsf", "ffs", "sss"]
 
 
-def interrupted():
+def interrupt_backward():
     """After an error in backward, a forward is required, and the next step is right."""
     found = []
     for stage in STAGES:
         x = to_device(torch.randn(3, 8, generator=torch.Generator().manual_seed(dist.get_rank())))
-        model = sharded(to_device(Chain()), stage)
+        model = shard_plain(to_device(Chain()), stage)
         model(x).sum().backward()
         wanted = gather_gradients(model, dist.group.WORLD)
         model.zero_grad()
@@ -282,19 +280,19 @@ def interrupted():
         model.zero_grad()
         model(x).sum().backward()
         again = gather_gradients(model, dist.group.WORLD)
-        found.append(gap(list(wanted.values()), list(again.values())))
+        found.append(max_gap(list(wanted.values()), list(again.values())))
     return found
 
 
 def test_an_interrupted_backward_leaves_nothing_behind():
-    assert run(interrupted, 2) == [[0.0] * 3] * 2
+    assert run_ranks(interrupt_backward, 2) == [[0.0] * 3] * 2
 
 
 def by_hand():
-    """Step without an optimizer: the forward needs `changed()` first, and equals one process."""
+    """Step without an optimizer: the forward needs `mark_changed()`, and equals one process."""
     rank = dist.get_rank()
     for stage in STAGES:
-        model, plain = sharded(to_device(Chain()), stage), to_device(Chain())
+        model, plain = shard_plain(to_device(Chain()), stage), to_device(Chain())
         shares = [
             to_device(torch.randn(3, 8, generator=torch.Generator().manual_seed(r))) for r in (0, 1)
         ]
@@ -309,9 +307,9 @@ def by_hand():
         if stage < 3:
             with pytest.raises(RuntimeError, match="changed by hand"):
                 model(shares[rank])
-        model.changed()
+        model.mark_changed()
         assert torch.equal(model(shares[rank]), plain(shares[rank]))
 
 
 def test_pieces_that_were_changed_by_hand_are_never_stale():
-    run(by_hand, 2)
+    run_ranks(by_hand, 2)

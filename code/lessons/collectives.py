@@ -60,7 +60,7 @@ from shardlab.measure import count, link
 LATENCY, BANDWIDTH = 5e-3, 100e6  # of the slow link: seconds, bytes per second
 
 
-def stopwatch(call, repeats=3):
+def time_call(call, repeats=3):
     """When each of `repeats` calls began and ended on this rank."""
     times = []
     for _ in range(repeats):
@@ -71,7 +71,7 @@ def stopwatch(call, repeats=3):
     return times
 
 
-def best(times_by_rank):
+def best_time(times_by_rank):
     """Seconds of the fastest repeat, from the first rank's beginning to the last one's
     end. Other work on the machine only adds time: the fastest is nearest to it."""
     repeats = [zip(*repeat, strict=True) for repeat in zip(*times_by_rank, strict=True)]
@@ -136,7 +136,7 @@ def sum_gradients():
         with count.record_traffic() as sent:
             all_reduce(gradients, wire)
         right = bool((gradients == 1111).all())
-        times = stopwatch(partial(all_reduce, gradients, wire))
+        times = time_call(partial(all_reduce, gradients, wire))
         found[way] = sent.bytes, times, right
     return found
 
@@ -150,8 +150,8 @@ rows, ms = [], {}
 for way in WAYS:
     mb = [f"{rank[way][0] / 1e6:.2f}" for rank in found]
     kind = "naive" if way == "naive" else "ring"
-    predicted = 1e3 * model.seconds(f"all_reduce {kind}", size, 4)
-    ms[way] = 1e3 * best([rank[way][1] for rank in found])
+    predicted = 1e3 * model.predict_seconds(f"all_reduce {kind}", size, 4)
+    ms[way] = 1e3 * best_time([rank[way][1] for rank in found])
     gap = f"{ms[way] / predicted - 1:+.0%}"
     rows.append((way, mb[0], mb[3], f"{predicted:.0f}", f"{ms[way]:.0f}", gap))
 # Predicted: 2.6 times as long. The rest of the way to 1.5 is for a busy machine.
@@ -283,7 +283,7 @@ print("rank in the world, in the group:", *ranks.run(number_in_group, 4))
 # Rank 0 begins with 1, 2, 3, rank 1 with 10, 20, 30, and rank 2 with 100, 200, 300.
 
 # %%
-def tiny():
+def run_tiny():
     group, rank = dist.group.WORLD, dist.get_rank()
     own = torch.tensor([1, 2, 3], device=ranks.device()) * 10**rank
     results = {}
@@ -294,18 +294,20 @@ def tiny():
     collectives.all_reduce(results["all_reduce"], group)  # in place
     results["reduce_scatter"] = torch.zeros_like(own[:1])
     collectives.reduce_scatter(
-        results["reduce_scatter"], collectives.split(own, 3), group
+        results["reduce_scatter"], collectives.split_evenly(own, 3), group
     )
     for name, given in (
         ("all_gather", own[:1]),
-        ("all_to_all", collectives.split(own, 3)),
+        ("all_to_all", collectives.split_evenly(own, 3)),
     ):
         results[name] = torch.zeros_like(own)
-        getattr(collectives, name)(collectives.split(results[name], 3), given, group)
+        getattr(collectives, name)(
+            collectives.split_evenly(results[name], 3), given, group
+        )
     return {name: str(result.tolist()) for name, result in results.items()}
 
 
-found = ranks.run(tiny, 3)
+found = ranks.run(run_tiny, 3)
 
 # %% tags=["hide-input"]
 # Table: what each collective leaves on three ranks
@@ -332,7 +334,7 @@ show.table(rows, ["collective", "rank 0", "rank 1", "rank 2"])
 # ![Broadcast to eight ranks in three rounds. Round 1: rank 0 sends to rank 1. Round 2: ranks 0 and 1 send to ranks 2 and 3. Round 3: ranks 0 to 3 send to ranks 4 to 7.](../figures/collectives_tree.svg)
 #
 # The number of ranks that have it doubles in each round, so $\lceil \log_2 N \rceil$ rounds are enough {cite}`thakur2005mpich`.
-# In the code, `place` is a rank's distance from the root, and `reach` is 1, 2, 4, …
+# In the code, `offset` is a rank's distance from the root, and `reach` is 1, 2, 4, …
 
 # %%
 show.source(collectives.broadcast)
@@ -418,7 +420,7 @@ show.source(collectives.reduce, collectives.all_reduce_tree, collectives.barrier
 
 # %%
 show.source(
-    collectives.split,
+    collectives.split_evenly,
     collectives.reduce_scatter,
     collectives.all_gather,
     collectives.all_reduce_ring,
@@ -459,7 +461,10 @@ def full_tensors(x, group):
 def in_pieces(x, group):
     """Collectives that take or give pieces: name, our result, torch's."""
     size, y = dist.get_world_size(group), x.cpu()
-    pieces, host_pieces = collectives.split(x, size), collectives.split(y, size)
+    pieces, host_pieces = (
+        collectives.split_evenly(x, size),
+        collectives.split_evenly(y, size),
+    )
     mine = pieces[dist.get_rank(group)]
 
     a, b = torch.empty_like(mine), torch.empty_like(mine, device="cpu")
@@ -468,13 +473,15 @@ def in_pieces(x, group):
     yield "reduce_scatter", a, b
 
     a, everything = torch.empty_like(x), [torch.empty_like(y) for _ in range(size)]
-    collectives.all_gather(collectives.split(a, size), mine, group)
+    collectives.all_gather(collectives.split_evenly(a, size), mine, group)
     dist.all_gather(everything, y, group=group)
-    b = torch.cat([collectives.split(t, size)[r] for r, t in enumerate(everything)])
+    b = torch.cat(
+        [collectives.split_evenly(t, size)[r] for r, t in enumerate(everything)]
+    )
     yield "all_gather", a, b
 
     a, b = x.new_empty(size * len(mine)), y.new_empty(size * len(mine))
-    collectives.all_to_all(collectives.split(a, size), pieces, group)
+    collectives.all_to_all(collectives.split_evenly(a, size), pieces, group)
     lengths = [len(piece) for piece in pieces]
     dist.all_to_all_single(b, y, [len(mine)] * size, lengths, group=group)
     yield "all_to_all", a, b
@@ -483,7 +490,7 @@ def in_pieces(x, group):
 ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8}
 
 
-def compare(dtype):
+def compare_to_torch(dtype):
     group, size = dist.group.WORLD, dist.get_world_size()
     torch.manual_seed(dist.get_rank())
     x = torch.randn(7).to(ranks.device(), dtype)
@@ -498,7 +505,7 @@ def compare(dtype):
 
 table = {}
 for dtype in ROUNDING:
-    by_size = {size: ranks.run(compare, size, dtype) for size in (1, 2, 3, 4)}
+    by_size = {size: ranks.run(compare_to_torch, size, dtype) for size in (1, 2, 3, 4)}
     for name in by_size[4][0]:
         gaps = [max(rank[name][0] for rank in found) for found in by_size.values()]
         limits = [found[0][name][1] for found in by_size.values()]
@@ -568,15 +575,15 @@ for a, b in ((naive, tree), (naive, ring), (tree, ring)):
 # The formulas, in code, are exact to the byte, on each of the four ranks.
 
 # %%
-show.source(collectives.bytes_sent)
+show.source(collectives.count_bytes_sent)
 
 
 # %% tags=["hide-input"]
 # Table: bytes sent in each collective, by the formula and counted
-def calls(x, group):
+def list_calls(x, group):
     """Each collective as a call without arguments, on a tensor `x`."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    pieces = collectives.split(x, size)
+    pieces = collectives.split_evenly(x, size)
     result = [piece.clone() for piece in pieces]
     landed = [torch.empty_like(pieces[rank]) for _ in range(size)]
     return {
@@ -599,7 +606,7 @@ ELEMENTS = 1_000_003
 
 def count_bytes():
     counted = {}
-    for name, call in calls(torch.ones(ELEMENTS), dist.group.WORLD).items():
+    for name, call in list_calls(torch.ones(ELEMENTS), dist.group.WORLD).items():
         with count.record_traffic() as sent:
             call()
         counted[name] = sent.bytes
@@ -611,7 +618,8 @@ rows = []
 for name in found[0]:
     counted = [rank[name] for rank in found]
     formula = [
-        collectives.bytes_sent(name, 4 * ELEMENTS, 4, 4, rank) for rank in range(4)
+        collectives.count_bytes_sent(name, 4 * ELEMENTS, 4, 4, rank)
+        for rank in range(4)
     ]
     off = max(abs(c - f) for c, f in zip(counted, formula, strict=True))
     assert off == 0
@@ -644,7 +652,9 @@ def ring_bytes_sent(elements):
 rows = []
 for size in (2, 3, 4, 8, 64, 1024):
     nbytes = 4 * 3072  # 2, 3, 4, 8, 64 and 1024 divide 3072
-    formula = collectives.bytes_sent("all_reduce ring", nbytes, 4, size, 0) / nbytes
+    formula = (
+        collectives.count_bytes_sent("all_reduce ring", nbytes, 4, size, 0) / nbytes
+    )
     counted = "–"
     if size <= 8:
         # CPU: counts the module's bytes
@@ -680,7 +690,7 @@ show.table(rows, ["ranks", "ring sends per rank, formula (S)", "counted (S)"])
 MIB = 2**20
 
 
-def torchs(x, group):
+def list_torch_calls(x, group):
     size = dist.get_world_size(group)
     pieces, piece = list(x.chunk(size)), torch.empty_like(x.chunk(size)[0])
     parts, landed = [torch.empty_like(piece) for _ in range(size)], torch.empty_like(x)
@@ -692,7 +702,7 @@ def torchs(x, group):
     }
 
 
-def weigh(make, names):
+def count_wire_bytes(make, names):
     """Bytes on the wire per rank: the least of five, as others may use it, too."""
     functions, found = make(torch.ones(16 * MIB // 4), dist.group.WORLD), {}
     for name in names:
@@ -711,11 +721,13 @@ def weigh(make, names):
 
 
 kinds = ["all_reduce ring", "reduce_scatter", "all_gather", "all_to_all"]
-ours = ranks.run(weigh, 4, calls, kinds, device="cpu")[0]  # CPU: bytes on loopback
-theirs = ranks.run(weigh, 4, torchs, kinds, device="cpu")[0]  # CPU: bytes on loopback
+# CPU: bytes on loopback
+ours = ranks.run(count_wire_bytes, 4, list_calls, kinds, device="cpu")[0]
+# CPU: bytes on loopback
+theirs = ranks.run(count_wire_bytes, 4, list_torch_calls, kinds, device="cpu")[0]
 rows = []
 for name in kinds:
-    formula = collectives.bytes_sent(name, 16 * MIB, 4, 4, 0) / (16 * MIB)
+    formula = collectives.count_bytes_sent(name, 16 * MIB, 4, 4, 0) / (16 * MIB)
     seen, gloos = ours[name] / (16 * MIB), theirs[name] / (16 * MIB)
     if seen:
         # Linux tells. Headers and others' traffic add: never less than the formula.
@@ -803,21 +815,21 @@ measured = {
 fits = {name: CostModel.fit(SIZES, seconds) for name, seconds in measured.items()}
 
 
-def errors(name):
+def relative_errors(name):
     return [
-        fits[name].seconds("message", size) / seconds - 1
+        fits[name].predict_seconds("message", size) / seconds - 1
         for size, seconds in zip(SIZES, measured[name], strict=True)
     ]
 
 
 rows = []
 for name, fit in fits.items():
-    off = sorted(map(abs, errors(name)))
+    off = sorted(map(abs, relative_errors(name)))
     alpha, rate = f"{1e6 * fit.latency:,.0f}", f"{fit.bandwidth / 1e6:,.0f}"
     rows.append((name, alpha, rate, f"{off[6]:.0%}", f"{off[-1]:.0%}"))
 # The slow link's numbers are known. 20 %: a busy machine wakes a process up late.
 slow = fits["slow link"]
-typical = {name: sorted(map(abs, errors(name)))[6] for name in fits}
+typical = {name: sorted(map(abs, relative_errors(name)))[6] for name in fits}
 off = abs(slow.latency / LATENCY - 1), abs(slow.bandwidth / BANDWIDTH - 1)
 show.check_timing(
     max(off) < 0.2, "the fit finds the slow link's two numbers within 20 %"
@@ -835,7 +847,10 @@ figure, axes = plt.subplots(figsize=(4.9, 3.4))
 for (name, fit), color in zip(fits.items(), show.RANK_COLORS, strict=False):
     axes.plot(SIZES, measured[name], "o", color=color, ms=5)
     axes.plot(
-        SIZES, [fit.seconds("message", size) for size in SIZES], color=color, lw=1.5
+        SIZES,
+        [fit.predict_seconds("message", size) for size in SIZES],
+        color=color,
+        lw=1.5,
     )
     axes.text(SIZES[0], 1.5 * fit.latency, name, va="bottom")
 axes.set_title("dots measured, lines fitted", fontsize="medium")
@@ -870,13 +885,13 @@ show.figure(
 LENGTHS = [16384 * 4**k for k in range(5)]  # bytes: 16 KiB to 4 MiB
 
 
-def race():
+def time_algorithms():
     wire, seconds = link.create_slow_group(LATENCY, BANDWIDTH), {}
     for _ in range(4):
         for size in LENGTHS:
             x = torch.zeros(size // 4)
             for way in collectives.ALL_REDUCE:
-                once = stopwatch(partial(collectives.all_reduce, x, wire, way), 1)
+                once = time_call(partial(collectives.all_reduce, x, wire, way), 1)
                 seconds.setdefault((way, size), []).extend(once)
     return seconds
 
@@ -886,10 +901,12 @@ def race():
 
 # %% tags=["hide-input", "measured"]
 # Measures the three all-reduces, and draws them beside the prediction
-found = ranks.run(race, 4, device="cpu")  # CPU: times of the CPU's work and a wire
-timed = {key: best([rank[key] for rank in found]) for key in found[0]}
+# CPU: times of the CPU's work and a wire
+found = ranks.run(time_algorithms, 4, device="cpu")
+timed = {key: best_time([rank[key] for rank in found]) for key in found[0]}
 predicted = {
-    (way, size): model.seconds(f"all_reduce {way}", size, 4) for way, size in timed
+    (way, size): model.predict_seconds(f"all_reduce {way}", size, 4)
+    for way, size in timed
 }
 # Nothing beats the wire (1 %: rounding). A busy machine may add to that: 25 % at most
 # in half of the cases.
@@ -917,7 +934,7 @@ for way, color in zip(collectives.ALL_REDUCE, show.RANK_COLORS, strict=False):
     line = [1e3 * predicted[way, size] for size in LENGTHS]
     axes.plot(LENGTHS, line, color=color, lw=1.5)
     axes.text(1.15 * LENGTHS[-1], line[-1], way, va="center")
-crossing = model.crossover(4)
+crossing = model.find_crossover(4)
 axes.axvline(crossing, color=show.INK, lw=1, ls=(0, (2, 2)))
 axes.text(0.9 * crossing, 300, f"ring = tree at {crossing / 1e3:.0f} kB", ha="right")
 axes.set_title("dots measured, lines predicted", fontsize="medium", pad=14)
@@ -956,11 +973,13 @@ cluster = CostModel(latency=10e-6, bandwidth=25e9)
 rows = []
 for ranks_in_all in (8, 64, 1024):
     times = [
-        f"{1e3 * cluster.seconds(f'all_reduce {way}', nbytes, ranks_in_all):,.2f}"
+        f"{1e3 * cluster.predict_seconds(f'all_reduce {way}', nbytes, ranks_in_all):,.2f}"
         for nbytes in (1e3, 1e6, 1e9)
         for way in ("tree", "ring")
     ]
-    rows.append((ranks_in_all, *times, f"{cluster.crossover(ranks_in_all) / 1e6:.1f}"))
+    rows.append(
+        (ranks_in_all, *times, f"{cluster.find_crossover(ranks_in_all) / 1e6:.1f}")
+    )
 head = [
     f"{way}, {name} (ms)"
     for name in ("1 kB", "1 MB", "1 GB")
@@ -986,12 +1005,15 @@ show.table(rows, ["ranks", *head, "crossing (MB)"])
 # Measures ours beside gloo's
 def side_by_side():
     x = torch.zeros(16 * MIB // 4)
-    ours, theirs = calls(x, dist.group.WORLD), torchs(x, dist.group.WORLD)
+    ours, theirs = (
+        list_calls(x, dist.group.WORLD),
+        list_torch_calls(x, dist.group.WORLD),
+    )
     times = {}
     for _ in range(5):
         for name in theirs:
             for who, functions in (("ours", ours), ("theirs", theirs)):
-                times.setdefault((name, who), []).extend(stopwatch(functions[name], 1))
+                times.setdefault((name, who), []).extend(time_call(functions[name], 1))
     return times
 
 
@@ -999,7 +1021,7 @@ found = ranks.run(side_by_side, 4, device="cpu")  # CPU: times are gloo's
 rows = []
 for name in kinds:
     mine, gloos = (
-        best([rank[name, who] for rank in found]) for who in ("ours", "theirs")
+        best_time([rank[name, who] for rank in found]) for who in ("ours", "theirs")
     )
     rows.append(
         (name, f"{1e3 * mine:.0f}", f"{1e3 * gloos:.0f}", f"{mine / gloos:.2f}")
@@ -1032,7 +1054,7 @@ show.table(rows, ["collective", "ours (ms)", "torch with gloo (ms)", "ours / tor
 # A `MIN` over "batches that I have left" tells all ranks when the first of them runs out.
 
 # %%
-def reductions():
+def run_reductions():
     results = {}
     for op in ("SUM", "AVG", "MIN", "MAX"):
         x = torch.tensor([1.0, 5.0, -1.0], device=ranks.device()) * 2 ** dist.get_rank()
@@ -1041,7 +1063,7 @@ def reductions():
     return results
 
 
-found = ranks.run(reductions, 4)
+found = ranks.run(run_reductions, 4)
 for op, result in found[0].items():
     print(op, result)
 
@@ -1062,7 +1084,7 @@ assert all(rank == {op: x.tolist() for op, x in wanted.items()} for rank in foun
 
 # %% tags=["hide-input"]
 # Runs a function that has to fail, and prints what is said about it
-def failure(function):
+def catch_failure(function):
     """Run on four ranks and print what `ranks.run` says about the failure."""
     try:
         # CPU: gloo, whose ranks can be asked
@@ -1088,7 +1110,7 @@ def other_order():
         dist.broadcast(x, 0)
 
 
-blamed = failure(other_order)
+blamed = catch_failure(other_order)
 
 # %% tags=["hide-input"]
 # Holds the blame against the rank that is at fault
@@ -1106,7 +1128,7 @@ def one_missing():
         dist.all_reduce(x)
 
 
-blamed = failure(one_missing)
+blamed = catch_failure(one_missing)
 
 # %% tags=["hide-input"]
 # Holds the blame against the rank that is at fault
@@ -1122,7 +1144,7 @@ def other_shapes():
     dist.all_reduce(x)
 
 
-blamed = failure(other_shapes)
+blamed = catch_failure(other_shapes)
 
 # %% tags=["hide-input"]
 # Holds the blame against the rank that is at fault
@@ -1135,7 +1157,7 @@ assert blamed == [2]
 # Nothing hangs, and both sums are wrong.
 
 # %%
-def swapped():
+def swap_calls():
     a, b = torch.tensor([1.0]), torch.tensor([100.0])
     first, second = (a, b) if dist.get_rank() == 0 else (b, a)
     dist.all_reduce(first)
@@ -1143,7 +1165,7 @@ def swapped():
     return a.item(), b.item()
 
 
-found = ranks.run(swapped, 2, device="cpu")  # CPU: a mix-up that gloo lets pass
+found = ranks.run(swap_calls, 2, device="cpu")  # CPU: a mix-up that gloo lets pass
 print("sums of a and b on rank 0:", *found[0], "(right: 2 and 200)")
 
 # %% tags=["hide-input"]
@@ -1157,7 +1179,7 @@ assert found == [(101.0, 101.0)] * 2
 # This is what rank 0 reports when rank 1 comes too late, with a timeout of one second:
 
 # %%
-def late():
+def run_late_rank():
     group = dist.new_group(timeout=timedelta(seconds=1))
     if dist.get_rank() == 1:
         time.sleep(2)
@@ -1168,7 +1190,8 @@ def late():
         return str(error).splitlines()[0].split("] ")[-1]
 
 
-message = ranks.run(late, 2, device="cpu", show=False)[0]  # CPU: gloo's own words
+# CPU: gloo's own words
+message = ranks.run(run_late_rank, 2, device="cpu", show=False)[0]
 print(message)
 
 # %% tags=["hide-input"]
@@ -1360,7 +1383,7 @@ check(broadcast_large)
 # %%
 def broadcast_large(tensor, root, group):
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    pieces = collectives.split(tensor, size)
+    pieces = collectives.split_evenly(tensor, size)
     if rank == root:
         for peer in range(size):
             if peer != root:

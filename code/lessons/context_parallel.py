@@ -92,9 +92,9 @@ def draw_qkv(layout, seq, heads=8, kv_heads=2, size=32, dtype=torch.float64):
 # %% tags=["hide-input"]
 # Prints what a step on Llama's longest context keeps on each of eight ranks
 eight = Layout(tp=8, sequence_parallel=True)
-of = memory.activations(LLAMA, eight, seq=131_072, device="gpu")
-print(f"Llama 3 8B, 131,072 tokens, on each of 8 ranks: {of.saved / 1e9:.1f} GB")
-assert of.saved > 80e9
+of = memory.estimate_activations(LLAMA, eight, seq=131_072, device="gpu")
+print(f"Llama 3 8B, 131,072 tokens, on each of 8 ranks: {of.kept_bytes / 1e9:.1f} GB")
+assert of.kept_bytes > 80e9
 
 
 # %% [markdown]

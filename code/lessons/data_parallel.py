@@ -60,12 +60,12 @@ from shardlab.data_parallel import (
     assign_buckets,
     average_gradients,
     average_in_buckets,
-    drift,
-    joined_mean,
+    measure_drift,
+    scale_for_global_mean,
     overlap,
-    step_seconds,
+    predict_step_seconds,
 )
-from shardlab.data_parallel.buckets import deal
+from shardlab.data_parallel.buckets import split_into_buckets
 from shardlab.gpt.model import GPT, PRESETS, loss
 from shardlab.measure import count, link
 
@@ -93,7 +93,7 @@ def local_batch(step, size=4, rank=None):
 # Four ranks that share the work could need a quarter of it.
 # So we give each rank a quarter of the windows, and let it train.
 #
-# The next cell does that for five steps. `drift` says how far the ranks' weights have come apart: the largest difference of any weight from rank 0's.
+# The next cell does that for five steps. `measure_drift` says how far the ranks' weights have come apart: the largest difference of any weight from rank 0's.
 
 # %%
 def train_alone(steps):
@@ -105,7 +105,7 @@ def train_alone(steps):
         loss(model(tokens), targets).backward()
         optimizer.step()
     seconds = (count.read_clock(ranks.device()) - begin) / steps
-    return seconds, drift(model, dist.group.WORLD)
+    return seconds, measure_drift(model, dist.group.WORLD)
 
 
 
@@ -150,7 +150,7 @@ assert apart > 1e-3  # a step of AdamW: about the learning rate
 # This is what is missing, in three lines.
 
 # %% tags=["slide"]
-def average(model):
+def average_one_by_one(model):
     for parameter in model.parameters():
         parameter.grad /= dist.get_world_size()
         dist.all_reduce(parameter.grad)
@@ -166,9 +166,9 @@ def train_together():
         tokens, targets = local_batch(step)
         optimizer.zero_grad()
         loss(model(tokens), targets).backward()
-        average(model)
+        average_one_by_one(model)
         optimizer.step()
-    return drift(model, dist.group.WORLD)
+    return measure_drift(model, dist.group.WORLD)
 
 
 apart = ranks.run(train_together, 4)
@@ -198,7 +198,7 @@ assert apart == [0.0] * 4
 
 # %% tags=["hide-input"]
 # Table: averaged gradients beside averaged weights
-def averaging(what, kind):
+def train_averaging(what, kind):
     model, optimizer = model_and_optimizer()
     if kind == "SGD":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -207,7 +207,7 @@ def averaging(what, kind):
         optimizer.zero_grad()
         loss(model(tokens), targets).backward()
         if what == "gradients":
-            average(model)
+            average_one_by_one(model)
         optimizer.step()
         for parameter in model.parameters() if what == "weights" else ():
             parameter.data /= dist.get_world_size()
@@ -217,7 +217,10 @@ def averaging(what, kind):
 
 rows, off = [], []
 for kind in ("AdamW", "SGD"):
-    ways = [ranks.run(averaging, 4, what, kind)[0] for what in ("gradients", "weights")]
+    ways = [
+        ranks.run(train_averaging, 4, what, kind)[0]
+        for what in ("gradients", "weights")
+    ]
     off.append(max((a - b).abs().max().item() for a, b in zip(*ways, strict=True)))
     rows.append((kind, f"{off[-1]:.0e}"))
 assert off[0] > 1e-3 > 1e-5 > off[1]
@@ -235,20 +238,20 @@ show.table(rows, ["optimizer", "weights after five steps differ by"])
 # The order is the reverse of the module's, for a reason that step 3 will use.
 
 # %%
-show.source(deal, average_in_buckets)
+show.source(split_into_buckets, average_in_buckets)
 
 # %% [markdown]
-# `Bucket.place` makes each `parameter.grad` a view into the bucket's flat tensor.
+# `Bucket.copy_gradient` makes each `parameter.grad` a view into the bucket's flat tensor.
 # So every gradient is stored once and averaged in place, and the optimizer reads `parameter.grad` as before.
 
 # %%
-show.source(Bucket.place, Bucket.launch)
+show.source(Bucket.copy_gradient, Bucket.start_all_reduce)
 
 # %% [markdown]
 # Three details that one gets wrong on a first try:
 #
-# - `zero_grad()` sets `grad` to `None`, and autograd then makes a *new* tensor, which is no view into the bucket. `place` moves it there, scaling it on the way, and the new tensor is freed.
-# - Where this rank did not use a parameter, the bucket still has the last step's gradient. `launch` clears it.
+# - `zero_grad()` sets `grad` to `None`, and autograd then makes a *new* tensor, which is no view into the bucket. `copy_gradient` moves it there, scaling it on the way, and the new tensor is freed.
+# - Where this rank did not use a parameter, the bucket still has the last step's gradient. `start_all_reduce` clears it.
 # - A parameter that *no* rank used must keep `grad=None`. With zeros, AdamW's weight decay would move it, which does not happen in one process. So the bucket has one more element for each parameter, which is summed like the rest: it counts the ranks that have a gradient.
 #
 # ### Step 3: send while backward still runs
@@ -256,10 +259,10 @@ show.source(Bucket.place, Bucket.launch)
 # Backward goes through the layers from the last to the first.
 # The last layer's gradients are ready early, and in step 2 they wait until the first layer's are ready as well.
 # In step 3 a hook on each parameter puts its gradient into its bucket, and a full bucket is sent at once.
-# `_arrived` is this hook, and its loop sends the buckets that are full. At the first gradient the hook also asks autograd to call `_finish` when backward is over, through a small class, [Backward](../code/shardlab/data_parallel/buckets.py).
+# `_on_grad_ready` is this hook, and its loop sends the buckets that are full. At the first gradient the hook also asks autograd to call `_finalize_backward` when backward is over, through a small class, [BackwardTracker](../code/shardlab/data_parallel/buckets.py).
 
 # %%
-show.source(DataParallel._arrived, DataParallel._finish)
+show.source(DataParallel._on_grad_ready, DataParallel._finalize_backward)
 
 
 # %% [markdown]
@@ -323,11 +326,11 @@ show.source(DataParallel._arrived, DataParallel._finish)
 
 # %% tags=["hide-input"]
 # Holds gradients and weights against one process and torch's DDP
-def largest(a, b):
+def max_difference(a, b):
     return max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
 
 
-def compare(dtype, sizes):
+def compare_models(dtype, sizes):
     """Largest differences of gradients and weights; sizes: windows on each rank."""
     rank, world = dist.get_rank(), dist.group.WORLD
     plain = model_and_optimizer()[0].to(dtype)
@@ -344,24 +347,26 @@ def compare(dtype, sizes):
             optimizer.zero_grad()
         x, y = batches[rank]
         for model in (ours, torchs):
-            joined_mean(loss(model(x), y, "sum"), y.numel(), world).backward()
+            scale_for_global_mean(loss(model(x), y, "sum"), y.numel(), world).backward()
         for x, y in batches:
             (loss(one_by_one(x), y, "sum") / total).backward()
         x, y = (torch.cat(part) for part in zip(*batches, strict=True))
         (loss(joined(x), y, "sum") / total).backward()
         for i, model in enumerate((torchs, one_by_one, joined)):
             pairs = [[p.grad for p in m.parameters()] for m in (ours, model)]
-            gradients[i] = max(gradients[i], largest(*pairs))
+            gradients[i] = max(gradients[i], max_difference(*pairs))
         for optimizer in optimizers:
             optimizer.step()
-    weights = largest(*([p.detach() for p in m.parameters()] for m in (ours, joined)))
+    weights = max_difference(
+        *([p.detach() for p in m.parameters()] for m in (ours, joined))
+    )
     return [*gradients, weights]
 
 
 rows = []
 for sizes in ([4], [4, 4], [4, 4, 4, 4], [4, 4, 4, 1]):
     for dtype in (torch.float32, torch.float64):
-        found = ranks.run(compare, len(sizes), dtype, sizes)[0]
+        found = ranks.run(compare_models, len(sizes), dtype, sizes)[0]
         # float32 rounds at 6e-8, float64 at 1e-16; gradients reach 1, and are
         # sums of 1024 terms.
         assert max(found[:3]) < (1e-4 if dtype == torch.float32 else 1e-12), found
@@ -403,7 +408,7 @@ show.table(rows, head, caption="Largest differences over five steps")
 
 # %% tags=["hide-input"]
 # Table: how far a step moves a weight, with an average and with a sum
-def moved(kind, factor):
+def measure_update(kind, factor):
     """Largest change of a weight in a step with gradients `factor` times too large."""
     torch.manual_seed(0)
     model = GPT(PRESETS["nano"])
@@ -412,10 +417,13 @@ def moved(kind, factor):
     tokens, targets = text.get_batch(64, 4)
     (factor * loss(model(tokens), targets)).backward()
     optimizer.step()
-    return largest([p.detach() for p in model.parameters()], before)
+    return max_difference([p.detach() for p in model.parameters()], before)
 
 
-found = {kind: (moved(kind, 1), moved(kind, 4)) for kind in ("SGD", "AdamW")}
+found = {
+    kind: (measure_update(kind, 1), measure_update(kind, 4))
+    for kind in ("SGD", "AdamW")
+}
 # 4 and 1, up to rounding: the difference of two weights has some four digits.
 assert abs(found["SGD"][1] / found["SGD"][0] - 4) < 0.01
 assert abs(found["AdamW"][1] / found["AdamW"][0] - 1) < 0.01
@@ -556,7 +564,7 @@ messages = {
 }
 rows = []
 for way, sizes in messages.items():
-    predicted = sum(WIRE.seconds("all_reduce ring", size, 2) for size in sizes)
+    predicted = sum(WIRE.predict_seconds("all_reduce ring", size, 2) for size in sizes)
     # CPU: times of the CPU's work and a wire
     measured = max(ranks.run(seconds_of, 2, way, device="cpu"))
     # The wire's clock is exact; on top comes this machine's own work.
@@ -593,14 +601,14 @@ show.table(
 
 # %% tags=["hide-input"]
 # Table: memory in units of the weights, predicted and measured
-def held(way):
+def measure_memory(way):
     model, optimizer = model_and_optimizer()
     wrapped = DataParallel(model, dist.group.WORLD) if way == "ours" else model
     tokens, targets = local_batch(0)
     loss(wrapped(tokens), targets).backward()
     optimizer.step()
 
-    def units():
+    def count_units():
         kept = [
             *model.parameters(),
             *(p.grad for p in model.parameters() if p.grad is not None),
@@ -613,12 +621,15 @@ def held(way):
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
         return sum(sizes.values()) / sum(p.nbytes for p in model.parameters())
 
-    at_step = units()
+    at_step = count_units()
     optimizer.zero_grad()
-    return at_step, units()
+    return at_step, count_units()
 
 
-one, ours = ranks.run(held, 1, "one process")[0], ranks.run(held, 2, "ours")[0]
+one, ours = (
+    ranks.run(measure_memory, 1, "one process")[0],
+    ranks.run(measure_memory, 2, "ours")[0],
+)
 for got, want in zip((*one, *ours), (4, 3, 4, 4), strict=True):
     assert abs(got - want) < 0.01  # the buckets' extra elements, one per parameter
 rows = [
@@ -655,9 +666,9 @@ show.table(
 # Table: a step with and without overlap, on loopback and a slow link
 runs = {
     # CPU: times of the CPU's work and a wire
-    "loopback": ranks.run(overlap.trace, 2, 1, 7, 0.0, 1e12, device="cpu")[0],
+    "loopback": ranks.run(overlap.trace_steps, 2, 1, 7, 0.0, 1e12, device="cpu")[0],
     # CPU: times of the CPU's work and a wire
-    "1 Gbit/s": ranks.run(overlap.trace, 2, 3, 5, 50e-6, 125e6, device="cpu")[0],
+    "1 Gbit/s": ranks.run(overlap.trace_steps, 2, 3, 5, 50e-6, 125e6, device="cpu")[0],
 }
 rows, ratios = [], {}
 for name, run in runs.items():
@@ -680,9 +691,9 @@ show.table(rows, head)
 
 # %% tags=["hide-input", "measured"]
 # Draws the slow link's median step, without and with overlap
-slow = {way: overlap.middle(run) for way, run in runs["1 Gbit/s"].items()}
+slow = {way: overlap.pick_median(run) for way, run in runs["1 Gbit/s"].items()}
 show.figure(
-    overlap.timeline(slow["without"], slow["with"]),
+    overlap.draw_timeline(slow["without"], slow["with"]),
     "Timelines of a step without and with overlap, measured by this page on one of two "
     "ranks.",
     "data_parallel_timeline",
@@ -704,7 +715,7 @@ show.figure(
 # Buckets follow each other on the wire, and a bucket cannot be sent before it is full. The model is no more than that:
 
 # %%
-show.source(step_seconds)
+show.source(predict_step_seconds)
 
 # %% [markdown]
 # Eight ranks that compute on two cores would wait for a core, not for the wire.
@@ -726,26 +737,26 @@ class Sleep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, seconds):
-        ctx.shape, ctx.seconds = weight.shape, seconds
+        ctx.shape, ctx.predict_seconds = weight.shape, seconds
         time.sleep(seconds[0])
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        time.sleep(ctx.seconds[1])
+        time.sleep(ctx.predict_seconds[1])
         return gradient, gradient.new_ones(ctx.shape), None
 
 
 class Sleeper(nn.Module):
     def __init__(self, part):
         super().__init__()
-        self.seconds = (part * FORWARD / LAYERS, part * BACKWARD / LAYERS)
+        self.predict_seconds = (part * FORWARD / LAYERS, part * BACKWARD / LAYERS)
         sizes = [LAYER_BYTES // 4] * LAYERS
         self.weights = nn.ParameterList(torch.zeros(size) for size in sizes)
 
     def forward(self, x):
         for weight in self.weights:
-            x = Sleep.apply(x, weight, self.seconds)
+            x = Sleep.apply(x, weight, self.predict_seconds)
         return x
 
 
@@ -768,16 +779,16 @@ for growing in (False, True):
         # CPU: what sleeps needs no GPU
         results = ranks.run(sleeping_steps, size, growing, device="cpu")
 
-        def wire(nbytes, size=size):
-            return SLEEP_WIRE.seconds("all_reduce ring", nbytes, size)
+        def all_reduce_seconds(nbytes, size=size):
+            return SLEEP_WIRE.predict_seconds("all_reduce ring", nbytes, size)
 
         measured[growing, size] = max(seconds for seconds, _ in results)
         part = 1 if growing else 1 / size
-        predicted[growing, size] = step_seconds(
+        predicted[growing, size] = predict_step_seconds(
             part * FORWARD,
             part * BACKWARD,
             results[0][1],
-            wire,
+            all_reduce_seconds,
         )
         # Each of 32 sleeps ends 0.1 ms late; 25 % is for a busy machine.
         off = measured[growing, size] / predicted[growing, size]
@@ -878,7 +889,7 @@ def side_by_side(rounds):
             optimizers[name].step()
             if number >= 2:
                 seconds[name].append(time.perf_counter() - begin)
-    equal = largest(
+    equal = max_difference(
         [p.detach() for p in ours.parameters()],
         [p.detach() for p in torchs.parameters()],
     )
@@ -911,7 +922,7 @@ show.table(rows, ["two ranks, loopback", "median step (ms)"])
 # The table counts, for 4 ranks and 1,000 windows, which windows are seen in an epoch, and how many have the same place in the next.
 
 # %%
-def seen(sampler, set_epoch, epoch, N=4, windows=1000):
+def count_seen(sampler, set_epoch, epoch, N=4, windows=1000):
     """The windows that each of N ranks sees in an epoch, 250 each."""
     orders = []
     for rank in range(N):
@@ -939,7 +950,7 @@ for name, sampler, set_epoch in (
     ("no set_epoch", True, False),
     ("no DistributedSampler", False, True),
 ):
-    first, second = seen(sampler, set_epoch, 0), seen(sampler, set_epoch, 1)
+    first, second = count_seen(sampler, set_epoch, 0), count_seen(sampler, set_epoch, 1)
     different = len({i for order in first for i in order})
     pairs = zip(sum(first, []), sum(second, []), strict=True)
     rows.append((name, different, sum(a == b for a, b in pairs)))
@@ -965,7 +976,7 @@ show.table(
 # So in the loop the printing and the saving are under the `if`, and the all-reduce is not.
 
 # %%
-def train(folder):
+def train_and_save(folder):
     rank, size = dist.get_rank(), dist.get_world_size()
     model, optimizer = model_and_optimizer()
     model = DataParallel(model, dist.group.WORLD)
@@ -991,7 +1002,7 @@ def train(folder):
 
 
 with tempfile.TemporaryDirectory() as folder:
-    ranks.run(train, 2, folder)
+    ranks.run(train_and_save, 2, folder)
     plain = GPT(PRESETS["nano"])
     plain.load_state_dict(torch.load(Path(folder, "model.pt"), map_location="cpu"))
 tokens, targets = text.get_batch(64, 8)
@@ -1016,20 +1027,20 @@ def drift_with_hook(right):
     model, optimizer = model_and_optimizer()
     world, size = dist.group.WORLD, dist.get_world_size()
 
-    def average(parameter):
+    def average_one_by_one(parameter):
         tensor = parameter.grad if right else parameter.data  # the one word
         tensor.div_(size)
         dist.all_reduce(tensor, group=world)
 
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(average)
+        parameter.register_post_accumulate_grad_hook(average_one_by_one)
     found = []
     for step in range(5):
         tokens, targets = local_batch(step)
         optimizer.zero_grad()
         loss(model(tokens), targets).backward()
         optimizer.step()
-        found.append(drift(model, world))
+        found.append(measure_drift(model, world))
     return found
 
 
@@ -1048,7 +1059,7 @@ show.table(rows, ["the hook averages", *(f"drift after step {i}" for i in range(
 
 # %% [markdown]
 # Every backward averages the weights, in the middle of computing with them. Every step then makes them differ by about twice the learning rate.
-# The loss falls all the same. `drift` finds it in one line: call it once after the first step of every new job.
+# The loss falls all the same. `measure_drift` finds it in one line: call it once after the first step of every new job.
 #
 # ### Averaging means of unequal batches
 #
@@ -1064,7 +1075,7 @@ def short_batch(joined):
     tokens, targets = batches[dist.get_rank()]
     summed = loss(model(tokens), targets, "sum")
     own_mean = summed / targets.numel()
-    right = joined_mean(summed, targets.numel(), dist.group.WORLD)
+    right = scale_for_global_mean(summed, targets.numel(), dist.group.WORLD)
     (right if joined else own_mean).backward()
     tokens, targets = (torch.cat(part) for part in zip(*batches, strict=True))
     loss(plain(tokens), targets).backward()
@@ -1075,19 +1086,19 @@ def short_batch(joined):
 
 
 # %% tags=["hide-input"]
-# How far the gradient is off, with the ranks' means and with joined_mean
+# How far the gradient is off, with the ranks' means and with scale_for_global_mean
 naive, right = (ranks.run(short_batch, 4, joined)[0] for joined in (False, True))
 assert naive > 0.05 and right < 1e-5  # float32 has seven digits
 print(f"average of the ranks' means: the gradient is off by {100 * naive:.0f} %")
-print(f"joined_mean:                 off by less than {1e-3} %")
+print(f"scale_for_global_mean:       off by less than {1e-3} %")
 print(f"weight of the lone window:   {1 / 4:.3f} instead of {1 / 19:.3f}")
 
 # %% [markdown]
 # With language models this happens in every step: padding and packing give every rank another number of *tokens*.
-# The remedy is `joined_mean`: it sums the local losses, and divides by the number of tokens of all ranks.
+# The remedy is `scale_for_global_mean`: it sums the local losses, and divides by the number of tokens of all ranks.
 
 # %%
-show.source(joined_mean)
+show.source(scale_for_global_mean)
 
 
 # %% [markdown]
@@ -1095,10 +1106,10 @@ show.source(joined_mean)
 #
 # Without `zero_grad` each step's gradients are added to those of the steps before.
 # `no_sync` is for accumulation: with it, a step of $k$ micro-batches sends its gradients once, and not $k$ times.
-# Neither mistake makes the ranks' weights differ, so `drift` does not find it.
+# Neither mistake makes the ranks' weights differ, so `measure_drift` does not find it.
 
 # %%
-def norms(forget):
+def measure_norms(forget):
     model, _ = model_and_optimizer()
     model = DataParallel(model, dist.group.WORLD)
     found = []
@@ -1112,7 +1123,7 @@ def norms(forget):
     return found
 
 
-def traffic(forget):
+def measure_traffic(forget):
     model = DataParallel(model_and_optimizer()[0], dist.group.WORLD)
     with count.record_traffic() as sent:
         for part in range(4):
@@ -1128,8 +1139,8 @@ def traffic(forget):
 
 # %% tags=["hide-input"]
 # The gradient's norm and the bytes sent, with each line and without it
-right, wrong = (ranks.run(norms, 2, forget)[0] for forget in (False, True))
-few, many = (ranks.run(traffic, 2, forget)[0] for forget in (False, True))
+right, wrong = (ranks.run(measure_norms, 2, forget)[0] for forget in (False, True))
+few, many = (ranks.run(measure_traffic, 2, forget)[0] for forget in (False, True))
 growth = [b / a for a, b in zip(right, wrong, strict=True)]
 assert growth[0] == 1.0 and growth[3] > 2 and many == 4 * few
 print(
@@ -1167,7 +1178,7 @@ show.table(rows, ["RANK", "node", "by RANK", "outcome", "by LOCAL_RANK"])
 # `model.module(x)` computes the same as `model(x)`. But torch's DDP prepares its exchange of gradients in its own `forward`: a training step that calls `model.module` sends nothing, and raises no error.
 
 # %%
-def around(wrap):
+def drift_with(wrap):
     model, _ = model_and_optimizer()
     wrapped = wrap(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -1176,14 +1187,14 @@ def around(wrap):
         optimizer.zero_grad()
         loss(wrapped.module(tokens), targets).backward()
         optimizer.step()
-    return drift(model, dist.group.WORLD)
+    return measure_drift(model, dist.group.WORLD)
 
 
 
 # %% tags=["hide-input"]
 # Drift after three steps round the wrapper, torch's and ours
-torchs = ranks.run(around, 2, DistributedDataParallel)[0]
-ours = ranks.run(around, 2, lambda model: DataParallel(model, dist.group.WORLD))[0]
+torchs = ranks.run(drift_with, 2, DistributedDataParallel)[0]
+ours = ranks.run(drift_with, 2, lambda model: DataParallel(model, dist.group.WORLD))[0]
 assert torchs > 1e-3 and ours == 0.0  # a step of AdamW is about 1e-3
 print(
     f"drift after three steps: torch DDP {torchs:.4f}, ours {ours:.1f}, "
@@ -1211,7 +1222,7 @@ def skips_one():
 
 # %% tags=["hide-input"]
 # Runs it on two ranks, and shows what the launcher says
-def failure(fn):
+def catch_failure(fn):
     """Run `fn` on two ranks, print what came of it, and say which ranks were named."""
     try:
         ranks.run(fn, 2, timeout=4, own_processes=True)
@@ -1221,7 +1232,7 @@ def failure(fn):
     raise AssertionError("this was meant to fail")
 
 
-assert failure(skips_one) == [1]
+assert catch_failure(skips_one) == [1]
 
 
 # %% [markdown]
@@ -1265,7 +1276,7 @@ assert ranks.run(different_models, 2) == ["refused", "refused"]
 #
 # In a real job, these show that it is set up right:
 #
-# - `drift` is 0 after the first step;
+# - `measure_drift` is 0 after the first step;
 # - the throughput with $N$ ranks is near $N$ times that of one;
 # - each rank sends $2\frac{N-1}{N}$ times the gradients' size per *step*, not per micro-batch;
 # - the loss of step 1 on $N$ ranks equals that of one process on the joined batch.
@@ -1522,7 +1533,7 @@ check(my_micro_batches)
 # - Buckets save latency, hooks hide waiting; neither saves bytes or memory.
 # - A rank sends $2\frac{N-1}{N}S$ bytes per step, whatever the batch; so give each rank a batch whose backward takes longer than the sending.
 # - Every rank takes part in every all-reduce, in the same order, with or without a gradient.
-# - Most mistakes raise no error: measure `drift`, traffic, and the first loss.
+# - Most mistakes raise no error: check `measure_drift`, traffic, and the first loss.
 #
 # ## Further reading
 #

@@ -47,7 +47,7 @@ from shardcourse.exercises import check
 from shardlab import deepspeed_engine as de
 from shardlab import memory, ranks
 from shardlab.common import show, text
-from shardlab.data_parallel import drift
+from shardlab.data_parallel import measure_drift
 from shardlab.deepspeed_engine import breakdown, lab
 from shardlab.gpt.model import GPT, PRESETS, loss
 from shardlab.layout import Layout
@@ -55,10 +55,10 @@ from shardlab.measure import count
 
 show.set_style()
 SHAPE, STEPS = PRESETS["nano"], 5
-de.prepare()  # imports DeepSpeed once, before any rank starts
+de.import_deepspeed()  # imports DeepSpeed once, before any rank starts
 
 
-def model():
+def build_model():
     """The same small GPT wherever it is built."""
     torch.manual_seed(0)
     return GPT(SHAPE)
@@ -70,7 +70,7 @@ def local_batch(step, rank=None):
     return text.get_batch(64, 2, start=(2 * step + rank) * 2)
 
 
-def joined(step):
+def joined_batch(step):
     """The windows of both ranks: [4, 64]."""
     return [
         torch.cat(side) for side in zip(local_batch(step, 0), local_batch(step, 1), strict=True)
@@ -79,11 +79,11 @@ def joined(step):
 
 def one_process():
     """One process on the joined batch: losses, and weights after all steps."""
-    module = model()
+    module = build_model()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     losses = []
     for step in range(STEPS):
-        tokens, targets = joined(step)
+        tokens, targets = joined_batch(step)
         value = loss(module(tokens), targets)
         optimizer.zero_grad()
         value.backward()
@@ -92,14 +92,14 @@ def one_process():
     return losses, {name: w.detach() for name, w in module.state_dict().items()}
 
 
-def apart(found, want):
+def max_difference(found, want):
     """Largest difference of two lists of losses, or of two state dicts."""
     if isinstance(want, dict):
         return max((found[k] - want[k]).abs().max().item() for k in want)
     return max(abs(a - b) for a, b in zip(found, want, strict=True))
 
 
-def digits(gap):
+def format_gap(gap):
     return f"{gap:.0e}" if gap else "0"
 
 
@@ -118,7 +118,7 @@ LOSSES, WEIGHTS = one_process()
 
 # %%
 def plain_script(settings):
-    deepspeed, module = de.prepare(), model()
+    deepspeed, module = de.import_deepspeed(), build_model()
     adamw = torch.optim.AdamW(module.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(model=module, optimizer=adamw, config=settings)
     losses = []
@@ -152,19 +152,19 @@ without = ranks.run(plain_script, 2, three_lines, device="cpu")
 
 for name, results in (("four lines: ", with_all), ("three lines:", without)):
     losses = torch.stack(results).mean(0).tolist()
-    gap = apart(losses, LOSSES)
+    gap = max_difference(losses, LOSSES)
     # float32 rounds at 6e-8, and losses are near 5
     assert gap < 1e-5 if results is with_all else gap > 1e-3
     print(
         name,
         ", ".join(f"{v:.4f}" for v in losses),
-        f" largest difference {digits(gap)}",
+        f" largest difference {format_gap(gap)}",
     )
 print("one process: " + ", ".join(f"{value:.4f}" for value in LOSSES))
 
 # %% [markdown]
 # What the plain script leaves out: it moves nothing to a GPU, accumulates nothing, and checks no line of its dictionary, so a misspelt one is accepted.
-# On a CPU DeepSpeed also compiles a C++ extension when it first joins a process group, for which it needs a compiler; after `de.prepare()` it does not.
+# On a CPU DeepSpeed also compiles a C++ extension when it first joins a process group, for which it needs a compiler; after `de.import_deepspeed()` it does not.
 #
 # ## What the engine puts around a model
 #
@@ -185,7 +185,7 @@ print("one process: " + ", ".join(f"{value:.4f}" for value in LOSSES))
 
 # %%
 layout = Layout(dp=2, zero=3, offload="parameters", micro_batch=2)
-settings = de.config(layout, clipping=1.0)
+settings = de.build_config(layout, clipping=1.0)
 for name, value in settings.items():
     print(f"{name}: {json.dumps(value)}")
 
@@ -214,40 +214,41 @@ for name, value in settings.items():
 # ````
 
 # %%
-def train(cases):
+def train_cases(cases):
     """On a rank, for each configuration: mean losses, weights, seconds of a step."""
     found = {}
     for name, settings in cases.items():
-        engine = de.initialize(model(), settings)
+        engine = de.initialize(build_model(), settings)
         parts, losses, seconds = engine.gradient_accumulation_steps(), [], []
         for step in range(STEPS):
             chunks = (side.chunk(parts) for side in local_batch(step))
             begin = time.perf_counter()
             losses.append(de.step(engine, list(zip(*chunks, strict=True))))
             seconds.append(time.perf_counter() - begin)
-        found[name] = losses, de.weights(engine), statistics.median(seconds[1:])
+        found[name] = losses, de.gather_weights(engine), statistics.median(seconds[1:])
     return found
 
 
 PLAIN = Layout(dp=2, micro_batch=2)
-unsaid = de.config(PLAIN)
+unsaid = de.build_config(PLAIN)
 del unsaid["gradient_clipping"]
 cases = {
     "left out": unsaid,
-    "1.0": de.config(PLAIN, clipping=1.0),
-    "0.0": de.config(PLAIN),
+    "1.0": de.build_config(PLAIN, clipping=1.0),
+    "0.0": de.build_config(PLAIN),
 }
-clipped = ranks.run(train, 2, cases, device="cpu")[0]  # CPU: the same bits each time
+# CPU: the same bits each time
+clipped = ranks.run(train_cases, 2, cases, device="cpu")[0]
 
 # %% tags=["hide-input"]
 # Table: the last loss with the line left out, with 1.0 and with 0.0
 
 rows = []
 for name, (losses, _, _) in clipped.items():
-    rows.append((name, f"{losses[-1]:.4f}", digits(apart(losses, LOSSES))))
+    rows.append((name, f"{losses[-1]:.4f}", format_gap(max_difference(losses, LOSSES))))
 assert clipped["left out"][0] == clipped["1.0"][0]
-assert apart(clipped["left out"][0], LOSSES) > 1e-3
-assert apart(clipped["0.0"][0], LOSSES) < 1e-5  # float32, losses near 5
+assert max_difference(clipped["left out"][0], LOSSES) > 1e-3
+assert max_difference(clipped["0.0"][0], LOSSES) < 1e-5  # float32, losses near 5
 show.table(
     rows, ["gradient_clipping", "last loss", "largest difference from one process"]
 )
@@ -275,11 +276,11 @@ show.table(
 # In the next cell it does not, and the message has the product.
 
 # %%
-def refused(settings):
+def catch_refusal(settings):
     """What DeepSpeed itself says to a configuration."""
-    deepspeed = de.prepare()
+    deepspeed = de.import_deepspeed()
     try:
-        deepspeed.initialize(model=model(), config=settings)
+        deepspeed.initialize(model=build_model(), config=settings)
     except AssertionError as error:
         return str(error)
     return "accepted"
@@ -290,7 +291,7 @@ wrong = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 1,
 }
-message = ranks.run(refused, 2, wrong, device="cpu")[0]  # CPU: nothing trains
+message = ranks.run(catch_refusal, 2, wrong, device="cpu")[0]  # CPU: nothing trains
 print(textwrap.fill(message, 84))
 
 # %% tags=["hide-input"]
@@ -309,20 +310,26 @@ assert "7 != 2 * 1 * 2" in message
 # One run has them all, one engine after another.
 
 # %%
-def sharded(zero, **more):
+def layout_for_stage(zero, **more):
     """Two copies with two sequences each, and a stage of ZeRO."""
     return replace(PLAIN, zero=zero, **more)
 
 
 cases = {
-    "stage 0": de.config(PLAIN),
-    "stage 1": de.config(sharded(1)),
-    "stage 2": de.config(sharded(2)),
-    "stage 3": de.config(sharded(3)),
-    "stage 2, optimizer on the host": de.config(sharded(2, offload="optimizer")),
-    "stage 3, all states on the host": de.config(sharded(3, offload="parameters")),
-    "stage 2, accumulation 2": de.config(sharded(2, micro_batch=1, microbatches=2)),
-    "stage 1, bf16": de.config(sharded(1), precision="bf16"),
+    "stage 0": de.build_config(PLAIN),
+    "stage 1": de.build_config(layout_for_stage(1)),
+    "stage 2": de.build_config(layout_for_stage(2)),
+    "stage 3": de.build_config(layout_for_stage(3)),
+    "stage 2, optimizer on the host": de.build_config(
+        layout_for_stage(2, offload="optimizer")
+    ),
+    "stage 3, all states on the host": de.build_config(
+        layout_for_stage(3, offload="parameters")
+    ),
+    "stage 2, accumulation 2": de.build_config(
+        layout_for_stage(2, micro_batch=1, microbatches=2)
+    ),
+    "stage 1, bf16": de.build_config(layout_for_stage(1), precision="bf16"),
 }
 
 # %% [markdown]
@@ -331,16 +338,16 @@ cases = {
 # %% tags=["hide-input", "measured"]
 # Trains all of them, and tabulates the differences from one process
 
-found = ranks.run(train, 2, cases)[0]
+found = ranks.run(train_cases, 2, cases)[0]
 rows = []
 for name, (losses, weights, seconds) in found.items():
-    gaps = apart(losses, LOSSES), apart(weights, WEIGHTS)
+    gaps = max_difference(losses, LOSSES), max_difference(weights, WEIGHTS)
     # float32 rounds at 6e-8: losses are near 5, and AdamW moves a weight by up to its
     # learning rate of 1e-3 where rounding decides a sign. bf16 keeps 8 bits, and
     # rounds at 4e-3.
     assert gaps[0] < (0.02 if "bf16" in name else 1e-5), (name, gaps)
     assert gaps[1] < (0.02 if "bf16" in name else 1e-3), (name, gaps)
-    rows.append((name, *map(digits, gaps), f"{1e3 * seconds:.0f}"))
+    rows.append((name, *map(format_gap, gaps), f"{1e3 * seconds:.0f}"))
 show.check_timing(
     found["stage 3"][2] > found["stage 1"][2], "stage 3 is slower than stage 1"
 )
@@ -374,12 +381,12 @@ show.table(
 # The next cell counts the bytes that one rank holds at most, for a model of 0.5 MB.
 
 # %%
-def peak(cases):
+def measure_peak(cases):
     """On a rank: the most bytes that training holds, for each configuration."""
     batches, found = [local_batch(step) for step in range(3)], {}
     for name, settings in cases.items():
         with count.track_memory() as held:
-            engine = de.initialize(model(), settings)
+            engine = de.initialize(build_model(), settings)
             for batch in batches:
                 de.step(engine, [batch])
         found[name] = held.peak_bytes
@@ -387,20 +394,26 @@ def peak(cases):
     return found
 
 
-def bucket(numbers, overlap=False, zero=2, precision="fp32"):
+def bucket_config(numbers, overlap=False, zero=2, precision="fp32"):
     section = {"reduce_bucket_size": numbers, "overlap_comm": overlap}
-    return de.config(sharded(zero), precision=precision, zero_optimization=section)
+    return de.build_config(
+        layout_for_stage(zero), precision=precision, zero_optimization=section
+    )
 
 
 cases = {
-    ("2, left out", 4 * 500_000_000): de.config(sharded(2)),
-    ("2, 20 million", 4 * 20_000_000): bucket(20_000_000),
-    ("2, 20 million, overlap", 2 * 4 * 20_000_000): bucket(20_000_000, overlap=True),
-    ("2, 20 million, bf16", 2 * 20_000_000): bucket(20_000_000, precision="bf16"),
-    ("3, 20 million, overlap", 4 * 20_000_000): bucket(20_000_000, True, zero=3),
-    ("2, 20,000", 4 * 20_000): bucket(20_000),
+    ("2, left out", 4 * 500_000_000): de.build_config(layout_for_stage(2)),
+    ("2, 20 million", 4 * 20_000_000): bucket_config(20_000_000),
+    ("2, 20 million, overlap", 2 * 4 * 20_000_000): bucket_config(
+        20_000_000, overlap=True
+    ),
+    ("2, 20 million, bf16", 2 * 20_000_000): bucket_config(
+        20_000_000, precision="bf16"
+    ),
+    ("3, 20 million, overlap", 4 * 20_000_000): bucket_config(20_000_000, True, zero=3),
+    ("2, 20,000", 4 * 20_000): bucket_config(20_000),
 }
-held = ranks.run(peak, 2, cases)[0]
+held = ranks.run(measure_peak, 2, cases)[0]
 
 # %% tags=["hide-input"]
 # Table: bytes of the buckets, predicted, beside all bytes that a rank holds
@@ -426,12 +439,12 @@ show.table(rows, [*head, "the rest: states, activations (MB)"])
 # :class: checked
 #
 # On its own it changes nothing: it says *how* to recompute, not *what*.
-# The model's code has to call `deepspeed.checkpointing.checkpoint` around each block, which `de.recompute` does for the course's GPT.
+# The model's code has to call `deepspeed.checkpointing.checkpoint` around each block, which `de.enable_recompute` does for the course's GPT.
 # The table counts the bytes that are saved for backward: without the section, with it, and with the call.
 # ````
 
 # %%
-show.source(de.recompute)
+show.source(de.enable_recompute)
 
 
 # %% [markdown]
@@ -443,10 +456,10 @@ def saved_bytes():
     tokens, targets = (side.to(ranks.device()) for side in local_batch(0))
     found = []
     for section, asked in (("none", False), ("full", False), ("full", True)):
-        settings = de.config(sharded(1, recompute=section))
-        module = model()
+        settings = de.build_config(layout_for_stage(1, recompute=section))
+        module = build_model()
         if asked:
-            de.recompute(module, config=settings)
+            de.enable_recompute(module, config=settings)
         engine = de.initialize(module, settings)
         with count.track_saved_activations(module) as saved:
             value = loss(engine(tokens), targets)
@@ -485,16 +498,18 @@ show.table(rows, ["asked for", "saved for backward (kB)", "loss after one step"]
 # The cell runs both on two ranks, and notes what each rank holds.
 
 # %%
-def cut(kind):
+def train_cut(kind):
     """On a rank: losses, parameters held, the shape of one matrix, the batch."""
     if kind == "tensor":
-        engine = de.initialize(model(), de.config(Layout(tp=2, micro_batch=4)))
+        engine = de.initialize(
+            build_model(), de.build_config(Layout(tp=2, micro_batch=4))
+        )
     else:
-        settings = de.config(Layout(pp=2, microbatches=4))
-        engine = de.initialize(de.pipeline(model(), 2), settings)
+        settings = de.build_config(Layout(pp=2, microbatches=4))
+        engine = de.initialize(de.to_pipeline_module(build_model(), 2), settings)
     losses = []
     for step in range(STEPS):
-        tokens, targets = joined(step)  # both ranks work on the same sequences
+        tokens, targets = joined_batch(step)  # both ranks work on the same sequences
         parts = engine.gradient_accumulation_steps()
         pairs = zip(tokens.chunk(parts), targets.chunk(parts), strict=True)
         losses.append(de.step(engine, list(pairs)))
@@ -507,7 +522,9 @@ def cut(kind):
 
 
 # CPU: stages of a pipeline want a GPU each
-cuts = {kind: ranks.run(cut, 2, kind, device="cpu") for kind in ("tensor", "pipeline")}
+cuts = {
+    kind: ranks.run(train_cut, 2, kind, device="cpu") for kind in ("tensor", "pipeline")
+}
 
 # %% tags=["hide-input"]
 # Table: what each rank holds, and how far the losses are from one process
@@ -515,10 +532,10 @@ cuts = {kind: ranks.run(cut, 2, kind, device="cpu") for kind in ("tensor", "pipe
 rows = []
 for kind, results in cuts.items():
     for rank, (losses, held, up, _) in enumerate(results):
-        gap = apart(losses, LOSSES)
+        gap = max_difference(losses, LOSSES)
         assert gap < 1e-5, (kind, gap)  # float32: sums in another order
-        rows.append((kind, rank, f"{held:,}", str(up), digits(gap)))
-full = sum(p.numel() for p in model().parameters())
+        rows.append((kind, rank, f"{held:,}", str(up), format_gap(gap)))
+full = sum(p.numel() for p in build_model().parameters())
 head = [
     "cut",
     "rank",
@@ -553,7 +570,7 @@ assert says == {"tensor": 8, "pipeline": 4}
 #
 # ## Checkpoints: as many ranks, any number of ranks, none
 #
-# A checkpoint has a name, its *tag*. `save` makes a folder of that name, with a file of model and a file of optimizer for each rank, and `load` reads them on as many ranks.
+# A checkpoint has a name, its *tag*. `save_checkpoint` makes a folder of that name, with a file of model and a file of optimizer for each rank, and `load_checkpoint` reads them on as many ranks.
 # For another number of ranks, DeepSpeed has universal checkpoints {cite}`lian2024universal`: `to_universal` joins the shards of each weight and of its two moments, and each rank then reads its new shard of them.
 # For inference, or another framework, `plain_state_dict` makes a plain state dict.
 #
@@ -569,20 +586,20 @@ def four_windows(step):
 
 
 def save_and_go_on(folder):
-    engine = de.initialize(model(), de.config(sharded(3)))
+    engine = de.initialize(build_model(), de.build_config(layout_for_stage(3)))
     for step in range(3):
         de.step(engine, [four_windows(step)])
-    de.save(engine, folder, "step3")
+    de.save_checkpoint(engine, folder, "step3")
     return [de.step(engine, [four_windows(step)]) for step in (3, 4)]
 
 
-def resume(folder, universal):
+def resume_training(folder, universal):
     size = dist.get_world_size()
     section = {"checkpoint": {"load_universal": True}} if universal else {}
     torch.manual_seed(7)  # other weights, which the checkpoint replaces
     layout = Layout(dp=size, zero=3, micro_batch=4 // size)
-    engine = de.initialize(GPT(SHAPE), de.config(layout, **section))
-    de.load(engine, folder)
+    engine = de.initialize(GPT(SHAPE), de.build_config(layout, **section))
+    de.load_checkpoint(engine, folder)
     return [de.step(engine, [four_windows(step)]) for step in (3, 4)]
 
 
@@ -593,20 +610,21 @@ with tempfile.TemporaryDirectory() as folder:
     sizes = [(file.name, file.stat().st_size) for file in files]
     state = de.plain_state_dict(folder)
     # CPU: the same bits each time
-    as_it_is = ranks.run(resume, 2, folder, False, device="cpu")[0]
+    as_it_is = ranks.run(resume_training, 2, folder, False, device="cpu")[0]
     made = de.to_universal(folder)
     universal = {
         # CPU: the same bits each time
-        n: ranks.run(resume, n, folder, True, device="cpu")[0] for n in (1, 2, 4)
+        n: ranks.run(resume_training, n, folder, True, device="cpu")[0]
+        for n in (1, 2, 4)
     }
 
 # %% tags=["hide-input"]
 # Table: losses of steps 4 and 5, resumed on two, one and four ranks
 
 assert as_it_is == went_on == universal[2]  # the same bits, not merely close
-alone = model()
+alone = build_model()
 alone.load_state_dict(state)
-tokens, targets = joined(3)
+tokens, targets = joined_batch(3)
 value = loss(alone(tokens), targets).item()
 assert abs(value - LOSSES[3]) < 1e-5
 rows = []
@@ -614,9 +632,9 @@ resumed = {"2, as it is": as_it_is} | {
     f"{n}, universal": v for n, v in universal.items()
 }
 for name, losses in resumed.items():
-    gap = apart(losses, went_on)
+    gap = max_difference(losses, went_on)
     assert gap < 1e-5  # float32: gradients are added up in another order
-    rows.append((name, ", ".join(f"{v:.5f}" for v in losses), digits(gap)))
+    rows.append((name, ", ".join(f"{v:.5f}" for v in losses), format_gap(gap)))
 print(f"plain model with the plain state dict, step 4: {value:.5f}")
 show.table(
     rows, ["resumed on ranks", "losses of steps 4 and 5", "from the run that went on"]
@@ -629,9 +647,11 @@ show.table(
 
 # %%
 def on_one_rank(folder):
-    engine = de.initialize(model(), de.config(Layout(zero=3, micro_batch=4)))
+    engine = de.initialize(
+        build_model(), de.build_config(Layout(zero=3, micro_batch=4))
+    )
     try:
-        de.load(engine, folder)
+        de.load_checkpoint(engine, folder)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -659,10 +679,10 @@ show.table(
 #
 # ## The core: the engine configured, started, stepped and loaded
 #
-# `config` writes the dictionary that was gone through line by line:
+# `build_config` writes the dictionary that was gone through line by line:
 
 # %%
-show.source(de.config)
+show.source(de.build_config)
 
 # %% [markdown]
 # `initialize` and `step` are DeepSpeed's call and the loop of the plain script:
@@ -674,7 +694,7 @@ show.source(de.initialize, de.step)
 # A checkpoint is loaded as it is, or made universal first:
 
 # %%
-show.source(de.load, de.to_universal)
+show.source(de.load_checkpoint, de.to_universal)
 
 # %% [markdown]
 # ## The lab: one Llama, eight ways
@@ -694,7 +714,7 @@ show.source(de.load, de.to_universal)
 # With ZeRO-3 no rank ever holds the whole model. Under `deepspeed.zero.Init` each parameter is sharded as soon as it is made, and the weights are read from their file one tensor at a time:
 
 # %%
-show.source(lab._sharded)
+show.source(lab._load_sharded_llama)
 
 # %% [markdown]
 # The other ways make the whole model first: the last column of the next table has the bytes.
@@ -705,10 +725,11 @@ show.source(lab._sharded)
 task = lab.Task(batch=4, prompt=32, new=8, seq=64, steps=3)
 ways = {way: lab.run(way, 2, task) for way in ("one", "data", "offload", "tensor")}
 reports = [ways[way][i] for i in range(2) for way in ways]
-slower = ways["offload"][0].rate < ways["data"][0].rate  # it gathers, for each token
+# ZeRO-3 gathers, for each token.
+slower = ways["offload"][0].tokens_per_second < ways["data"][0].tokens_per_second
 show.check_timing(slower, "ZeRO-3 is slower than copies")
 print(", ".join(f"{what}: {value}" for what, value in count.describe_machine()))
-breakdown.table(reports, caption="Two ranks that share one machine")
+breakdown.show_table(reports, caption="Two ranks that share one machine")
 
 # %% [markdown]
 # The picture shows the same. Intensity, on the right, does not depend on the machine. Speed does: here two ranks run on two cores, and with so small a model most of the time is overhead.
@@ -717,7 +738,7 @@ breakdown.table(reports, caption="Two ranks that share one machine")
 # Draws speed and intensity of the four ways
 
 show.figure(
-    breakdown.picture(reports),
+    breakdown.draw_bars(reports),
     "Bars for the four ways: tokens per second and FLOP per byte; above for "
     "inference, below for training.",
     "deepspeed_engine_lab",
@@ -738,7 +759,7 @@ for way, (inference, training) in ways.items():
     # each other. Losses: float32, near 8.
     assert same and gap < 1e-5, (way, gap)
     agree = f"{tokens.numel()} of {tokens.numel()}"
-    rows.append((breakdown.WAYS[way], agree, digits(gap)))
+    rows.append((breakdown.MODES[way], agree, format_gap(gap)))
 show.table(rows, ["way", "generated tokens that agree", "losses differ by"])
 
 # %% [markdown]
@@ -749,16 +770,18 @@ show.table(rows, ["way", "generated tokens that agree", "losses differ by"])
 mixed = lab.run("mixed", 4, task)
 small = lab.Task(batch=2, prompt=8, new=2, seq=16, steps=1)
 # CPU: its tensors are counted one by one
-found, failed = lab.tried(["data", "zero3"], 2, small, device="cpu", memory=60e6)
-print("failed:", failed, "went on:", sorted({report.way for report in found}))
+found, failed = lab.run_each(["data", "zero3"], 2, small, device="cpu", memory=60e6)
+print("failed:", failed, "went on:", sorted({report.mode for report in found}))
 
 # %% tags=["hide-input"]
 # Holds four ranks against one process, and what memory's limit ended
 
 apart_by = (mixed[1].outcome - losses).abs().max().item()
 assert torch.equal(mixed[0].outcome, tokens) and apart_by < 1e-5  # float32, near 8
-assert failed == {"data": "out of memory"} and {r.way for r in found} == {"zero3"}
-print(f"tensor × ZeRO-1 on 4 ranks: the same tokens, losses {digits(apart_by)} apart")
+assert failed == {"data": "out of memory"} and {r.mode for r in found} == {"zero3"}
+print(
+    f"tensor × ZeRO-1 on 4 ranks: the same tokens, losses {format_gap(apart_by)} apart"
+)
 
 # %% [markdown]
 # What the columns say:
@@ -773,13 +796,13 @@ print(f"tensor × ZeRO-1 on 4 ranks: the same tokens, losses {digits(apart_by)} 
 # Both works are counted: a training step with its backward pass, and a generation with its cache.
 
 # %%
-llama = lab.llama(attn_implementation="eager")
+llama = lab.build_llama(attn_implementation="eager")
 shape = llama.config
 tokens = torch.zeros(task.batch, task.seq, dtype=torch.long)
 with FlopCounterMode(display=False) as counter:
     llama(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
 with FlopCounterMode(display=False) as forward:
-    lab.generate(llama, tokens[:, : task.prompt], task.new)
+    lab.generate_tokens(llama, tokens[:, : task.prompt], task.new)
 flops = {
     "training step": breakdown.training_flops(shape, task.batch, task.seq),
     "generation": breakdown.inference_flops(shape, task.batch, task.prompt, task.new),
@@ -811,7 +834,9 @@ gpu_memory, host_memory = 80e9, 1e12  # bytes: one GPU; the host that all of the
 SETTINGS = [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "parameters")]
 states, sent = {}, {}
 for zero, offload in SETTINGS:
-    held = memory.states(params, Layout(dp=gpus, zero=zero, offload=offload), "bf16")
+    held = memory.estimate_states(
+        params, Layout(dp=gpus, zero=zero, offload=offload), "bf16"
+    )
     states[zero, offload] = held.total, gpus * held.host
     sent[zero, offload] = 2 * (3 if zero == 3 else 2) * (gpus - 1) / gpus
 
@@ -869,18 +894,18 @@ for link, speed in {"NVLink, 450 GB/s": 450e9, "400 Gbit/s": 50e9}.items():
 # %%
 misspelt = {"train_micro_batch_size_per_gpu": 2, "gradient_cliping": 0}
 # CPU: nothing trains
-print("DeepSpeed:", ranks.run(refused, 2, misspelt, device="cpu")[0])
+print("DeepSpeed:", ranks.run(catch_refusal, 2, misspelt, device="cpu")[0])
 try:
-    de.check(misspelt)
+    de.check_config(misspelt)
 except ValueError as error:
     print("check:", textwrap.fill(str(error), 78))
 
 # %% [markdown]
 # You meant to switch clipping off, and trained with 1.0.
 #
-# `de.check` also refuses configurations with which no engine starts: stage 1 or 2 without an optimizer, no batch size at all, `tp_size` for `autotp_size`.
+# `de.check_config` also refuses configurations with which no engine starts: stage 1 or 2 without an optimizer, no batch size at all, `tp_size` for `autotp_size`.
 # It does not try the names of optimizers and schedulers. A scheduler of torch's by its name, such as `CosineAnnealingLR`, is refused by DeepSpeed itself with ZeRO or 16 bits: it would be given DeepSpeed's wrapped optimizer. Name one of DeepSpeed's own, `WarmupCosineLR` for instance, or make it in the script and pass it to `initialize` as `lr_scheduler`.
-# The course's tests give a table of such configurations to `de.check` and to DeepSpeed's own engine, and both have to decide alike.
+# The course's tests give a table of such configurations to `de.check_config` and to DeepSpeed's own engine, and both have to decide alike.
 # Write `optimizer=True` where `initialize` is given an optimizer beside the configuration. [Claims, judged](../book/claims.md) has examples from tutorials.
 #
 # ### `"auto"` from Hugging Face
@@ -891,7 +916,7 @@ except ValueError as error:
 
 # %%
 try:
-    de.check({"train_batch_size": "auto", "zero_optimization": {"stage": 2}})
+    de.check_config({"train_batch_size": "auto", "zero_optimization": {"stage": 2}})
 except ValueError as error:
     print(textwrap.fill(str(error), 84))
 
@@ -902,16 +927,16 @@ except ValueError as error:
 # While it is not used, a parameter of stage 3 is empty: its shape is `(0,)`. Code that initialises weights, logs their norm or ties two of them gets an empty tensor, and no error.
 
 # %%
-def look():
-    deepspeed, module = de.prepare(), model()
-    de.initialize(module, de.config(sharded(3)))
+def read_parameter():
+    deepspeed, module = de.import_deepspeed(), build_model()
+    de.initialize(module, de.build_config(layout_for_stage(3)))
     weight = module.blocks[0].ffn.up.weight
     outside, norm = tuple(weight.shape), weight.norm().item()
     with deepspeed.zero.GatheredParameters(weight):
         return outside, norm, tuple(weight.shape), weight.norm().item()
 
 
-outside, no_norm, inside, norm = ranks.run(look, 2)[0]
+outside, no_norm, inside, norm = ranks.run(read_parameter, 2)[0]
 
 # %% tags=["hide-input"]
 # Table: a parameter's shape and norm, outside and inside
@@ -940,7 +965,10 @@ show.table(
 
 # %%
 def by_hand(stage):
-    engine = de.initialize(model(), de.config(sharded(stage, micro_batch=1, microbatches=2)))
+    engine = de.initialize(
+        build_model(),
+        de.build_config(layout_for_stage(stage, micro_batch=1, microbatches=2)),
+    )
     losses = []
     for step in range(STEPS):
         tokens, targets = (side.to(ranks.device()) for side in local_batch(step))
@@ -954,8 +982,8 @@ def by_hand(stage):
             losses.append(value.detach() / 2)
     mean = torch.stack(losses).view(STEPS, 2).sum(1)
     dist.all_reduce(mean)  # [STEPS]
-    gap = apart((mean / 2).tolist(), LOSSES)
-    return gap, drift(engine.module, dist.group.WORLD) if stage < 3 else None
+    gap = max_difference((mean / 2).tolist(), LOSSES)
+    return gap, measure_drift(engine.module, dist.group.WORLD) if stage < 3 else None
 
 
 results = [ranks.run(by_hand, 2, stage)[0] for stage in range(4)]
@@ -979,7 +1007,7 @@ for stage, result in enumerate(results):
 
 # %%
 try:
-    de.config(Layout(pp=2, zero=2))
+    de.build_config(Layout(pp=2, zero=2))
 except ValueError as error:
     print(error)
 
@@ -1215,7 +1243,8 @@ check(my_accumulation)
 
 # %%
 def my_choice(params, gpus, gpu, host):
-    pass  # your code; memory.states(params, Layout(dp=…, zero=…, offload=…)) may help
+    # memory.estimate_states(params, Layout(dp=…, zero=…, offload=…)) may help
+    pass  # your code
 
 
 check(my_choice)
@@ -1236,7 +1265,9 @@ check(my_choice)
 def my_choice(params, gpus, gpu, host):
     least_traffic_first = [(zero, "none") for zero in range(4)] + [(3, "parameters")]
     for zero, offload in least_traffic_first:
-        states = memory.states(params, Layout(dp=gpus, zero=zero, offload=offload), "bf16")
+        states = memory.estimate_states(
+            params, Layout(dp=gpus, zero=zero, offload=offload), "bf16"
+        )
         if states.total <= 0.7 * gpu and gpus * states.host <= host:
             return zero, offload
     return None

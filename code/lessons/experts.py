@@ -782,8 +782,8 @@ def deepspeed_layer(layer, group):
     from deepspeed.moe.layer import MoE
 
     E, rank = len(layer.experts), dist.get_rank(group)
-    with de.start.quiet():
-        de.prepare().init_distributed(dist_backend=dist.get_backend(group))
+    with de.setup.suppress_output():
+        de.import_deepspeed().init_distributed(dist_backend=dist.get_backend(group))
         theirs = MoE(
             layer.router.score.in_features, layer.experts[0], E, ep_size=group.size(), k=2,
             drop_tokens=False, use_rts=False, top2_2nd_expert_sampling=False,
@@ -821,7 +821,7 @@ def compare_with_deepspeed():
     return found, int(counts.max())
 
 
-de.prepare()
+de.import_deepspeed()
 rows = []
 for N in (2, 4):
     # CPU: DeepSpeed makes its gate there

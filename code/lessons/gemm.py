@@ -520,7 +520,9 @@ full = 2 * side**2  # bytes of one matrix in 16 bits
 for t in (4, 16, 64, 256):
     p = int(t**0.5)
     one_d = gemm.predict_cost("rows", side, side, side, t, 2, full=False)
-    received = collectives.bytes_sent("all_gather", full, 2, t, 0)  # sent = received
+    received = collectives.count_bytes_sent(
+        "all_gather", full, 2, t, 0
+    )  # sent = received
     two_d = gemm.predict_cost(
         "summa", side, side, side, t, 2, full=False, shape=(p, p), width=256
     )

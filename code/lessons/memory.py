@@ -67,7 +67,7 @@ MB, GB = 1e6, 1e9
 SHAPE = Config(vocab=8192, seq=256, layers=4, heads=4, hidden=256)
 
 
-def training(config=SHAPE, batch=2, device="cpu", dtype=torch.float32):
+def make_job(config=SHAPE, batch=2, device="cpu", dtype=torch.float32):
     """A model, its AdamW, and a batch: tokens, targets: [batch, seq]."""
     torch.manual_seed(0)
     with torch.device(
@@ -80,7 +80,7 @@ def training(config=SHAPE, batch=2, device="cpu", dtype=torch.float32):
     return model, optimizer, tokens.to(device), targets.to(device)
 
 
-def shardlab(line):
+def run_command(line):
     """What `python -m shardlab …` does for the command of this lesson."""
     parser = argparse.ArgumentParser()
     add_command(parser.add_subparsers())
@@ -88,7 +88,7 @@ def shardlab(line):
     return options.command(options)
 
 
-def off(measured, predicted):
+def format_difference(measured, predicted):
     """The difference in percent, as tables here show it."""
     percent = 100 * (measured / predicted - 1)
     return "0" if measured == predicted else f"{percent:+.2f}"
@@ -115,7 +115,7 @@ show.table(count.describe_machine(), ["what", "this machine's"])
 
 # %%
 llama = PRESETS["llama-3-8b"]
-one = memory.estimate(llama, device="gpu")
+one = memory.estimate_step(llama, device="gpu")
 parts = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 # %% [markdown]
@@ -149,7 +149,7 @@ show.table(rows, ["Llama 3 8B on one GPU", "size (GB)", "of all parts (%)"])
 # The next cell asks for a thousand terabytes, or on a GPU for ten times its memory. Nothing else changes: a tensor that is refused takes no memory.
 
 # %% tags=["measured"]
-def refused(size, device):
+def catch_refusal(size, device):
     try:
         torch.empty(size, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # torch.OutOfMemoryError is one
@@ -157,7 +157,7 @@ def refused(size, device):
 
 
 size = 10 * torch.cuda.get_device_properties(0).total_memory if GPU else 10**15
-print(textwrap.fill(refused(size, "cuda" if GPU else "cpu"), 90))
+print(textwrap.fill(catch_refusal(size, "cuda" if GPU else "cpu"), 90))
 
 
 # %% [markdown]
@@ -206,17 +206,17 @@ def plain_activations(model, tokens, targets):
     named = {x.untyped_storage().data_ptr() for x in named}
     found = {}
 
-    def pack(tensor):
+    def count_tensor(tensor):
         storage = tensor.untyped_storage()  # views share one: it is counted once
         found[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(count_tensor, lambda tensor: tensor):
         value = loss(model(tokens), targets)
     return value, sum(size for place, size in found.items() if place not in named)
 
 
-model, optimizer, tokens, targets = training()
+model, optimizer, tokens, targets = make_job()
 value, activations = plain_activations(model, tokens, targets)
 value.backward()
 optimizer.step()
@@ -263,7 +263,7 @@ print(f"together: {counted + activations:,}; the step's peak: {most:,} bytes")
 # Here is the whole calculation. `Recipe` has the bytes of each kind. `dp`, `tp` and `pp` are numbers of ranks, and `zero` is the stage of [ZeRO](zero.md), which says how the states are divided. This lesson has one rank: `dp`, `tp` and `pp` are 1, and `zero` is 0.
 
 # %%
-show.source(memory.core.Recipe, memory.states, memory.core.states_of)
+show.source(memory.core.Recipe, memory.estimate_states, memory.core.compute_states)
 
 
 # %% [markdown]
@@ -271,14 +271,14 @@ show.source(memory.core.Recipe, memory.states, memory.core.states_of)
 
 # %%
 def float32():
-    model, optimizer, tokens, targets = training()
+    model, optimizer, tokens, targets = make_job()
     loss(model(tokens), targets).backward()
     optimizer.step()
     return count.measure_state_bytes(model, optimizer), 0
 
 
-def mixed():
-    model, _, tokens, targets = training(dtype=torch.bfloat16)
+def mixed_precision():
+    model, _, tokens, targets = make_job(dtype=torch.bfloat16)
     master = [p.detach().float() for p in model.parameters()]
     optimizer = torch.optim.AdamW(master, foreach=False)
     loss(model(tokens), targets).backward()
@@ -293,11 +293,11 @@ def mixed():
 
 # %% tags=["hide-input"]
 # Holds the states of both recipes against the prediction, to the byte
-P = memory.parameter_count(SHAPE)
-for precision, recipe in (("fp32", float32), ("bf16", mixed)):
+P = memory.count_parameters(SHAPE)
+for precision, recipe in (("fp32", float32), ("bf16", mixed_precision)):
     found, master = recipe()
     found["optimizer"] += master
-    want = memory.states(P, precision=precision)
+    want = memory.estimate_states(P, precision=precision)
     held = [found[part] for part in parts[:3]]
     assert held == [getattr(want, part) for part in parts[:3]]
     assert sum(held) == want.total == 16 * P
@@ -362,9 +362,9 @@ rows = [
 ]
 per_token = sum(int(n) for _, n in rows)
 config = Config(vocab=8192, seq=256, layers=1, heads=4, hidden=256)
-found = memory.activations(config, Layout(micro_batch=4), precision="fp32").layer / (
-    4 * 4 * 256 * 256
-)
+found = memory.estimate_activations(
+    config, Layout(micro_batch=4), precision="fp32"
+).layer / (4 * 4 * 256 * 256)
 # Norms keep two numbers for a token, attention one for each head: 0.3 % of the rest.
 assert abs(found / per_token - 1) < 0.01
 rows.append(("together", str(per_token)))
@@ -392,17 +392,17 @@ SHAPES = {
 rows = []
 for name, (config, batch, precision) in SHAPES.items():
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    model, _, tokens, targets = training(config, batch, dtype=dtype)
+    model, _, tokens, targets = make_job(config, batch, dtype=dtype)
     with count.track_saved_activations(model, tokens, targets) as saved:
         loss(model(tokens), targets)
     layout = Layout(micro_batch=batch)
-    want = memory.activations(config, layout, precision=precision)
-    assert abs(saved.bytes / want.saved - 1) < 0.02
+    want = memory.estimate_activations(config, layout, precision=precision)
+    assert abs(saved.bytes / want.kept_bytes - 1) < 0.02
     loss_part = want.head + want.logits
-    sizes = (want.saved - loss_part, loss_part, want.saved, saved.bytes)
-    share = f"{100 * loss_part / want.saved:.0f}"
+    sizes = (want.kept_bytes - loss_part, loss_part, want.kept_bytes, saved.bytes)
+    share = f"{100 * loss_part / want.kept_bytes:.0f}"
     cells = [f"{size / MB:.2f}" for size in sizes]
-    rows.append((name, *cells, off(saved.bytes, want.saved), share))
+    rows.append((name, *cells, format_difference(saved.bytes, want.kept_bytes), share))
 head = [
     "shape",
     "layers (MB)",
@@ -428,16 +428,16 @@ show.table(rows, [*head, "difference (%)", "share of logits and loss (%)"])
 show.source(
     memory.core.check_recipe,
     memory.core.States,
-    memory.core.sizes,
+    memory.core.compute_sizes,
     memory.core.kept_by_norm,
     memory.core.kept_by_projections,
     memory.core.kept_by_softmax,
     memory.core.kept_by_attention,
     memory.core._kept_by_core,
     memory.core.kept_by_dropout,
-    memory.core.wide_tensors,
+    memory.core.count_wide_tensors,
     memory.core.kept_by_ffn,
-    memory.core.layer_parts,
+    memory.core.kept_by_layer,
 )
 
 
@@ -448,31 +448,31 @@ show.source(
 # The next cell runs two steps. It writes down how many bytes are held after each line, and at most while the line runs.
 
 # %%
-def watch(model, optimizer, tokens, targets, trace=False):
+def watch_step(model, optimizer, tokens, targets, trace=False):
     """One step: bytes held {after each line}, {at most in it}, states, trace, marks."""
     after, most, marks = {}, {}, [time.perf_counter()]
     with count.track_memory(model, optimizer, tokens, targets, trace=trace) as held:
 
-        def line(name):
+        def note_line(name):
             after[name], most[name] = held.current_bytes, held.peak_bytes
             marks.append(time.perf_counter())
             held.reset_peak()
 
-        line("before")
+        note_line("before")
         value = loss(model(tokens), targets)
-        line("forward")
+        note_line("forward")
         value.backward()
-        line("backward")
+        note_line("backward")
         optimizer.step()
-        line("step")
+        note_line("step")
         states = count.measure_state_bytes(model, optimizer)
         optimizer.zero_grad()
-        line("zero_grad")
+        note_line("zero_grad")
     return after, most, states, held.trace, marks[1:-1]
 
 
-job = training()
-first, second = watch(*job), watch(*job)
+job = make_job()
+first, second = watch_step(*job), watch_step(*job)
 
 # %% tags=["hide-input"]
 # Table: bytes held after each line of the first two steps, and at most
@@ -506,17 +506,17 @@ show.table(rows, [*head, "step 2: held after it (MB)", "at most in it (MB)"])
 
 # %% tags=["hide-input"]
 # Table: each part of the second step, predicted and measured
-def compare(config, batch, device="cpu"):
+def compare_step(config, batch, device="cpu"):
     """Rows of (part, predicted, measured) for the second step, on `device`."""
-    job = training(config, batch, device)
-    watch(*job)
-    after, most, states, *_ = watch(*job)
+    job = make_job(config, batch, device)
+    watch_step(*job)
+    after, most, states, *_ = watch_step(*job)
     kernels = "gpu" if device == "cuda" else "cpu"
     layout, how = Layout(micro_batch=batch), {"precision": "fp32", "device": kernels}
-    want = memory.estimate(config, layout, **how)
+    want = memory.estimate_step(config, layout, **how)
     rows = [(part, getattr(want, part), states[part]) for part in parts[:3]]
     kept = after["forward"] - after["before"]
-    saved = memory.activations(config, layout, **how).saved
+    saved = memory.estimate_activations(config, layout, **how).kept_bytes
     return [
         *rows,
         ("activations", saved, kept),
@@ -525,10 +525,17 @@ def compare(config, batch, device="cpu"):
 
 
 rows = []
-for part, predicted, measured in compare(SHAPE, 2):
+for part, predicted, measured in compare_step(SHAPE, 2):
     limit = {"activations": 0.02, "peak": 0.05}.get(part, 0)
     assert abs(measured / predicted - 1) <= limit, part
-    rows.append((part, f"{predicted:,}", f"{measured:,}", off(measured, predicted)))
+    rows.append(
+        (
+            part,
+            f"{predicted:,}",
+            f"{measured:,}",
+            format_difference(measured, predicted),
+        )
+    )
 head = ["part", "predicted (bytes)", "measured (bytes)", "difference (%)"]
 show.table(rows, head, caption="One step on the CPU, batch of 2 sequences")
 
@@ -537,7 +544,7 @@ show.table(rows, head, caption="One step on the CPU, batch of 2 sequences")
 # The picture shows the same step, with one column for each tensor that is made or freed. Beside it is a step whose layers are computed again in backward, which is [explained below](#memory-recompute).
 
 # %%
-def recomputed(job):
+def recompute_blocks(job):
     """The same job, each block's forward run again in backward."""
     for block in job[0].blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -546,11 +553,14 @@ def recomputed(job):
 
 # %% tags=["hide-input", "measured"]
 # Measures and draws the bytes held over a step, keeping and recomputing
-jobs = {"keeping all activations": training(), "recomputing": recomputed(training())}
+jobs = {
+    "keeping all activations": make_job(),
+    "recomputing": recompute_blocks(make_job()),
+}
 runs = []
 for words, job in jobs.items():
-    watch(*job)
-    _, most, states, trace, marks = watch(*job, trace=True)
+    watch_step(*job)
+    _, most, states, trace, marks = watch_step(*job, trace=True)
     weights = states["parameters"], states["optimizer"] + states["counters"]
     runs.append((words, trace, marks, *weights))
 show.figure(
@@ -577,17 +587,24 @@ LARGER = {  # the shapes of Brown et al. 2020, table 2.1
 for name, config in {"this page's model": SHAPE, **LARGER}.items() if GPU else ():
     batch, device = (2 if config is SHAPE else 1), torch.cuda.get_device_name()
     layout = Layout(micro_batch=batch)
-    want = memory.estimate(config, layout, precision="fp32", device="gpu").peak
+    want = memory.estimate_step(config, layout, precision="fp32", device="gpu").peak
     torch.cuda.empty_cache()  # what torch keeps for later does not count as free
     if want > 0.9 * torch.cuda.mem_get_info()[0]:
         print(f"{name}: {want / 1e9:.0f} GB are more than this GPU has.")
         continue
     rows = []
-    for part, predicted, measured in compare(config, batch, "cuda"):
+    for part, predicted, measured in compare_step(config, batch, "cuda"):
         assert abs(measured / predicted - 1) <= (
             0.1 if part in ("activations", "peak") else 0
         )
-        rows.append((part, f"{predicted:,}", f"{measured:,}", off(measured, predicted)))
+        rows.append(
+            (
+                part,
+                f"{predicted:,}",
+                f"{measured:,}",
+                format_difference(measured, predicted),
+            )
+        )
     show.table(rows, head, caption=f"{name}: one step on {device}, batch of {batch}")
 if not GPU:
     print("This page was executed without a GPU: only the table above was measured.")
@@ -609,8 +626,8 @@ if not GPU:
 # Table: states, activations and peak for smaller and smaller batches
 rows, last = [], None
 for batch in (4, 2, 1):
-    (*_, kept), (*_, peak) = compare(SHAPE, batch)[-2:]
-    states = memory.states(P, precision="fp32").total
+    (*_, kept), (*_, peak) = compare_step(SHAPE, batch)[-2:]
+    states = memory.estimate_states(P, precision="fp32").total
     ratio = "" if last is None else f"{peak / last:.2f}"
     assert last is None or 0.5 < peak / last < 0.8
     rows.append(
@@ -642,7 +659,7 @@ show.table(rows, head)
 # ## Recomputation: pay with time
 #
 # A layer's activations can be computed again from its input. So forward keeps only the input of each layer, $bsh$ numbers instead of about $17\,bsh$. When backward comes to a layer, it first runs that layer's forward once more.
-# In PyTorch that is one call, `torch.utils.checkpoint.checkpoint`, around each block: the function `recomputed` above.
+# In PyTorch that is one call, `torch.utils.checkpoint.checkpoint`, around each block: the function `recompute_blocks` above.
 #
 # ![Activations of four layers in time, twice. Keep all: each layer's stay from its forward to its backward, and at the end of forward all four are there. Recompute: each layer keeps its input alone, runs forward again right before its backward, and only one layer's activations are whole at any time.](../figures/memory_recompute.svg)
 #
@@ -650,7 +667,7 @@ show.table(rows, head)
 
 # %% tags=["hide-input", "measured"]
 # Table: what recomputation saves, predicted and measured; its price
-def seconds(job):
+def time_step(job):
     model, optimizer, tokens, targets = job
     begin = time.perf_counter()
     loss(model(tokens), targets).backward()
@@ -659,21 +676,25 @@ def seconds(job):
     return time.perf_counter() - begin
 
 
-jobs = {"none": training(), "full": recomputed(training())}
+jobs = {"none": make_job(), "full": recompute_blocks(make_job())}
 rows, ratios = [], []
 for _ in range(5):
-    took = {how: seconds(job) for how, job in jobs.items()}
+    took = {how: time_step(job) for how, job in jobs.items()}
     ratios.append(took["full"] / took["none"])
 slower = statistics.median(ratios)
 for how, job in jobs.items():
-    after, most, *_ = watch(*job)
+    after, most, *_ = watch_step(*job)
     kept, peak = after["forward"] - after["before"], max(most.values())
     layout = Layout(micro_batch=2, recompute=how)
-    want = memory.activations(SHAPE, layout, precision="fp32")
-    whole = memory.estimate(SHAPE, layout, precision="fp32")
-    assert abs(kept / want.saved - 1) < 0.02 and abs(peak / whole.peak - 1) < 0.05
-    pairs = [(want.saved, kept), (whole.peak, peak)]
-    cells = [c for w, m in pairs for c in (f"{w / MB:.1f}", f"{m / MB:.1f}", off(m, w))]
+    want = memory.estimate_activations(SHAPE, layout, precision="fp32")
+    whole = memory.estimate_step(SHAPE, layout, precision="fp32")
+    assert abs(kept / want.kept_bytes - 1) < 0.02 and abs(peak / whole.peak - 1) < 0.05
+    pairs = [(want.kept_bytes, kept), (whole.peak, peak)]
+    cells = [
+        c
+        for w, m in pairs
+        for c in (f"{w / MB:.1f}", f"{m / MB:.1f}", format_difference(m, w))
+    ]
     rows.append((how, *cells, "1" if how == "none" else f"{slower:.2f}"))
 show.check_timing(0.9 < slower < 2.5, "recomputing all takes about 4/3 of the time")
 head = ["recompute", "kept: predicted (MB)", "measured (MB)", "diff. (%)"]
@@ -686,13 +707,13 @@ show.table(rows, head)
 # And the result is the same, bit for bit: the second forward computes what the first did. (With dropout it has to draw the same numbers again; `checkpoint` sees to that.)
 
 # %%
-def gradients(job):
+def copy_gradients(job):
     model, _, tokens, targets = job
     loss(model(tokens), targets).backward()
     return [p.grad for p in model.parameters()]
 
 
-kept, again = gradients(training()), gradients(recomputed(training()))
+kept, again = copy_gradients(make_job()), copy_gradients(recompute_blocks(make_job()))
 print(sum(map(torch.equal, kept, again)), "of", len(kept), "gradients are equal")
 
 # %% tags=["hide-input"]
@@ -717,13 +738,13 @@ rows = []
 for size in (8, 64):
     found = count.simulate_fsdp_step(llama, size)
     layout = Layout(dp=size, zero=3, recompute="full")
-    want = memory.estimate(llama, layout, precision="bf16-compute")
+    want = memory.estimate_step(llama, layout, precision="bf16-compute")
     assert abs(found["peak"] / want.peak - 1) < 0.05
     cells = [f"{found[part] / GB:.2f}" for part in parts[:4]]
     peaks = [
         f"{found['peak'] / GB:.2f}",
         f"{want.peak / GB:.2f}",
-        off(want.peak, found["peak"]),
+        format_difference(want.peak, found["peak"]),
     ]
     rows.append((size, *cells, *peaks))
 head = ["GPUs", *(f"{part} (GB)" for part in parts[:4])]
@@ -772,7 +793,7 @@ as_mixtral = Config(
     experts=128,
     experts_per_token=8,
 )
-print(f"{memory.parameter_count(as_mixtral) - qwen.num_params:,} parameters")
+print(f"{memory.count_parameters(as_mixtral) - qwen.num_params:,} parameters")
 
 # %% [markdown]
 # Its heads have half the size, and queries and keys are not normalised: 1.5 % of the parameters would be missing, and two thirds of what attention keeps for backward.
@@ -804,9 +825,9 @@ show.table(rows, ["on each rank", *head], caption="One sequence of 4,096 tokens 
 # PyTorch brings a tool for this, `MemTracker`. It should agree with `count.track_memory`, and it also says what kind of bytes were held at the peak.
 
 # %%
-job = training()
-watch(*job)
-ours = max(watch(*job)[1].values())
+job = make_job()
+watch_step(*job)
+ours = max(watch_step(*job)[1].values())
 tracker = MemTracker()
 tracker.track_external(*job)
 with tracker:
@@ -844,13 +865,15 @@ for words, printed, theirs, ours in (
         "stage 2",
         15.93,
         memory.deepspeed_zero2(t5, gpus_per_node=8, offload=False)[1],
-        memory.states(t5, Layout(dp=8, zero=2), "fp16").total,
+        memory.estimate_states(t5, Layout(dp=8, zero=2), "fp16").total,
     ),
     (
         "stage 2, optimizer in the host's memory",
         5.31,
         memory.deepspeed_zero2(t5, gpus_per_node=8, offload=True)[1],
-        memory.states(t5, Layout(dp=8, zero=2, offload="optimizer"), "fp16").total,
+        memory.estimate_states(
+            t5, Layout(dp=8, zero=2, offload="optimizer"), "fp16"
+        ).total,
     ),
 ):
     assert abs(theirs / GIB - printed) < 0.01
@@ -869,7 +892,7 @@ show.table(rows, [*head, "shardlab.memory (GiB)"])
 # The first cell has a step and an evaluation, in which the mistakes are made, and a function that returns the peak of the third step.
 
 # %%
-model, optimizer, tokens, targets = training()
+model, optimizer, tokens, targets = make_job()
 kept = {}
 
 
@@ -882,12 +905,12 @@ def step(after_step=lambda *_: None, set_to_none=True):
     after_step(logits, value)
 
 
-def evaluate(gradients):
+def run_evaluation(gradients):
     with torch.set_grad_enabled(gradients):
         return loss(model(tokens), targets)
 
 
-def peak(fn):
+def measure_peak(fn):
     """Most bytes held in `fn`, called for the third time, above what training needs."""
     optimizer.zero_grad()
     kept.clear()
@@ -903,9 +926,11 @@ def peak(fn):
 # Now the mistakes, each with what it should add to the peak. One of them is harmless.
 
 # %%
-right, frugal = peak(step), peak(lambda: evaluate(False))
+right, frugal = measure_peak(step), measure_peak(lambda: run_evaluation(False))
 logits = tokens.numel() * SHAPE.vocab * 4
-saved = memory.activations(SHAPE, Layout(micro_batch=2), precision="fp32").saved
+saved = memory.estimate_activations(
+    SHAPE, Layout(micro_batch=2), precision="fp32"
+).kept_bytes
 CASES = [
     ("gradients set to zero, not None", lambda: step(set_to_none=False), right, 4 * P),
     (
@@ -922,7 +947,7 @@ CASES = [
     ),
     (
         "evaluation that adds up losses, without no_grad",
-        lambda: kept.update(v=kept.get("v", 0) + evaluate(True)),
+        lambda: kept.update(v=kept.get("v", 0) + run_evaluation(True)),
         frugal,
         3 * saved - logits,  # the log-softmax of the third is there in any case
     ),
@@ -932,8 +957,10 @@ CASES = [
 # Table: what each mistake adds to the peak, predicted and measured
 rows = []
 for name, wrong, without, predicted in CASES:
-    extra = peak(wrong) - without
-    rows.append((name, f"{predicted:,}", f"{extra:,}", off(extra, predicted)))
+    extra = measure_peak(wrong) - without
+    rows.append(
+        (name, f"{predicted:,}", f"{extra:,}", format_difference(extra, predicted))
+    )
     assert abs(extra - predicted) <= 0.01 * predicted, (name, extra, predicted)
 optimizer.zero_grad()
 kept.clear()
@@ -1009,7 +1036,7 @@ print("and after the exception is gone:", seen[0]() is not None)
 # The same estimate is a command, `python -m shardlab memory`. Here it answers for Llama 3 8B on 64 GPUs; with `--json` it prints bytes.
 
 # %%
-status = shardlab("memory --model llama-3-8b --dp 64 --zero 3 --recompute full")
+status = run_command("memory --model llama-3-8b --dp 64 --zero 3 --recompute full")
 
 # %% [markdown]
 # It has options for what real jobs use: pipeline stages with unequal numbers of layers (`--stages 9,9,8,6`, or a rule: `megatron`, `nanotron`), the stage whose memory you want (`--stage 0`), other schedules, sequences that are cut over ranks (`--cp`), experts that tensor ranks do not cut (`--etp 1`), and hybrid sharding (`--replicas`).
@@ -1143,7 +1170,7 @@ check(my_states_bytes)
 # :label: ex-memory-batch
 # ```
 #
-# How many sequences of the model's full length fit? Use `memory.estimate(config, Layout(micro_batch=…))`, whose `.peak` is the most that a step holds, and `limit`, the bytes there are.
+# How many sequences of the model's full length fit? Use `memory.estimate_step(config, Layout(micro_batch=…))`, whose `.peak` is the most that a step holds, and `limit`, the bytes there are.
 # Return 0 when not even one fits.
 
 # %%
@@ -1168,7 +1195,7 @@ check(my_largest_batch)
 # %%
 def my_largest_batch(config, limit):
     batch = 0
-    while memory.estimate(config, Layout(micro_batch=batch + 1)).peak <= limit:
+    while memory.estimate_step(config, Layout(micro_batch=batch + 1)).peak <= limit:
         batch += 1
     return batch
 
@@ -1274,7 +1301,7 @@ check(my_backward)
 
 # %%
 def my_micro_batch(config, batch, limit):
-    pass  # your code; memory.estimate(config, Layout(micro_batch=…, …)) may help
+    pass  # your code; memory.estimate_step(config, Layout(micro_batch=…, …)) may help
 
 
 check(my_micro_batch)
@@ -1297,7 +1324,7 @@ def my_micro_batch(config, batch, limit):
     for recompute in ("none", "full"):
         for size in sizes:
             layout = Layout(micro_batch=size, microbatches=batch // size, recompute=recompute)
-            needs = memory.estimate(config, layout)
+            needs = memory.estimate_step(config, layout)
             if needs.peak <= limit:
                 return size, recompute
     return None
@@ -1319,7 +1346,7 @@ check(my_micro_batch)
 #
 # ## Further reading
 #
-# - {cite:t}`rajbhandari2020zero`, sections 1 and 3: where memory goes, and the 16 bytes; Table 1 is `memory.states`.
+# - {cite:t}`rajbhandari2020zero`, sections 1 and 3: where memory goes, and the 16 bytes; Table 1 is `memory.estimate_states`.
 # - {cite:t}`korthikanti2022recomputation`: every activation of a layer, counted; what recomputing which of them saves.
 # - {cite:t}`chen2016sublinear`: recomputation, and why keeping the inputs of $\sqrt{L}$ of $L$ layers can be enough.
 # - {cite:t}`dettmers2022eightbit`: moments in 8 bits, block by block.

@@ -73,7 +73,7 @@ from shardlab import tensor_parallel as tp
 from shardlab.checkpoint import Checkpoints, Training
 from shardlab.common import show
 from shardlab.common.shapes import PRESETS, Config
-from shardlab.data_parallel.buckets import add_up
+from shardlab.data_parallel.buckets import all_reduce_gradients
 from shardlab.gpt.model import GPT, loss
 from shardlab.layout import Layout, list_axis_orders
 from shardlab.measure import count
@@ -366,7 +366,7 @@ show.table(rows, head)
 #
 # ![What counts for the gradient norm, on two stages with two tensor ranks each. Parts of matrices are on one rank, and count there. LayerNorms and late biases are whole on both tensor ranks, and count on the first. The tied embedding is on both stages, and counts on the first.](../figures/mesh_norm.svg)
 #
-# Which rank counts what is decided here. The sum and the scaling are those of the other lessons, [`clip_by_joint_norm`](../code/shardlab/data_parallel/buckets.py).
+# Which rank counts what is decided here. The sum and the scaling are those of the other lessons, [`clip_by_global_norm`](../code/shardlab/data_parallel/buckets.py).
 
 # %% tags=["hide-input"]
 # Shows who counts what
@@ -723,7 +723,8 @@ def hybrid_backward(model, tokens, targets, copies):
     """`model` is ZeRO-3 over the ranks of a node; `copies` is this rank's group across nodes."""
     loss(model(tokens), targets).backward()  # gathers and scatters in the node
     shards = [p.grad for p in model.parameters() if p.grad is not None]
-    add_up(shards, copies, scale=1 / dist.get_world_size(copies))  # the average over nodes
+    scale = 1 / dist.get_world_size(copies)  # the average over nodes
+    all_reduce_gradients(shards, copies, scale=scale)
 
 
 # %% tags=["hide-input"]
@@ -732,7 +733,7 @@ def train_hybrid():
     device, outer, inner = ranks.device().type, 2, 2
     axes = init_device_mesh(device, (outer, inner), mesh_dim_names=("copies", "shards"))
     copies, shards = (axes.get_group(name) for name in axes.mesh_dim_names)
-    ours = zero.shard(build_model(UNTIED), shards, 3)
+    ours = zero.shard_module(build_model(UNTIED), shards, 3)
     theirs = build_model(UNTIED)
     for part in (*theirs.blocks, theirs):
         fully_shard(part, mesh=axes)

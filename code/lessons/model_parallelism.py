@@ -59,7 +59,7 @@ show.set_style()
 GB = 1e9
 # Four layers and four heads, so that four ranks can divide either.
 SHAPE = Config(seq=64, layers=4, heads=4, hidden=128, bias=False, tied=False)
-P, STEPS, BATCH = memory.parameter_count(SHAPE), 5, 8
+P, STEPS, BATCH = memory.count_parameters(SHAPE), 5, 8
 
 
 def small_gpt():
@@ -180,9 +180,9 @@ print("losses of one process:", ", ".join(f"{x:.4f}" for x in ONE.losses))
 rows = []
 for name in ("llama-3-8b", "llama-3-70b"):
     config = PRESETS[name]
-    one = memory.estimate(config, precision="fp32", device="gpu")
-    states = memory.states(memory.parameter_count(config), precision="fp32")
-    assert states.total == 4 * states.parameters == 16 * memory.parameter_count(config)
+    one = memory.estimate_step(config, precision="fp32", device="gpu")
+    states = memory.estimate_states(memory.count_parameters(config), precision="fp32")
+    assert states.total == 4 * states.parameters == 16 * memory.count_parameters(config)
     assert 160 * GB > strategy.MACHINES["h200"].memory and one.peak > 190 * GB
     assert one.peak < states.total + one.activations and config.seq == 8192
     sizes = states.parameters, states.total, one.activations, one.peak
@@ -319,7 +319,7 @@ beside_one_process("data parallel", data_parallel)
 # %% tags=["hide-input"]
 # Table: how many times faster N copies are, predicted
 h100, llama = strategy.MACHINES["h100"], PRESETS["llama-3-8b"]
-params, rows, SPEEDUP = memory.parameter_count(llama), [], {}
+params, rows, SPEEDUP = memory.count_parameters(llama), [], {}
 # Seconds on one GPU, of which two thirds are backward
 compute = 6 * params * 4e6 / (0.4 * h100.flops)
 for n in (64, 512, 4096):
@@ -591,7 +591,7 @@ jobs = [
     (name, PRESETS[name], 8, 8, 2) for name in ("gpt-2", "llama-3-8b", "gpt-3-175b")
 ]
 for name, config, n, sequences, size in [("the small GPT", SHAPE, 4, BATCH, 4), *jobs]:
-    tokens_, params = sequences * config.seq, memory.parameter_count(config)
+    tokens_, params = sequences * config.seq, memory.count_parameters(config)
     copies = 2 * (n - 1) / n * params * size
     cuts = 8 * (n - 1) / n * config.layers * config.hidden * tokens_ * size
     equal_at = params / (4 * config.layers * config.hidden)
@@ -651,7 +651,7 @@ def zero_2():
 
 # %%
 def zero_3():
-    model = zero.shard(small_gpt(), dist.group.WORLD, stage=3)
+    model = zero.shard_module(small_gpt(), dist.group.WORLD, stage=3)
     return train(model, local_batch)
 
 
@@ -680,9 +680,11 @@ ring, stream = (
     2 * 3 / 4,
     BATCH * SHAPE.seq * SHAPE.hidden * 4,
 )  # bytes of all activations once
-ffn = memory.parameters(SHAPE)["ffn"]
-stage = max(sum(memory.parameters(SHAPE, Layout(pp=4), s).values()) for s in range(4))
-cut = 16 * sum(memory.parameters(SHAPE, Layout(tp=4)).values())
+ffn = memory.count_rank_parameters(SHAPE)["ffn"]
+stage = max(
+    sum(memory.count_rank_parameters(SHAPE, Layout(pp=4), s).values()) for s in range(4)
+)
+cut = 16 * sum(memory.count_rank_parameters(SHAPE, Layout(tp=4)).values())
 handed = sum(tp.predict_sent_bytes(SHAPE, 4, BATCH, SHAPE.seq).values())
 PREDICTED = {  # bytes of states, bytes sent in a step
     "data parallel": (16 * P, ring * 4 * P),
@@ -730,7 +732,7 @@ show.table(rows, head, caption="The fullest rank")
 # %% tags=["hide-input"]
 # Holds the table to the numbers of this page
 assert [round(HELD[f"ZeRO-{z}"] / P) for z in (2, 3)] == [7, 4]
-assert memory.states(4, Layout(dp=4, zero=1), "fp32").total == 4 * 10
+assert memory.estimate_states(4, Layout(dp=4, zero=1), "fp32").total == 4 * 10
 assert (
     round(SENT["tensor parallel"] / SENT["pipeline"]) == 14 and round(100 * 3 / 7) == 43
 )
@@ -775,7 +777,7 @@ for name in ("gpt-2", "llama-3-8b", "llama-3-70b"):
 # %% tags=["hide-input"]
 # Trains by DeepSpeed on two ranks, and holds it against one process
 def by_deepspeed(stage):
-    settings = de.config(Layout(dp=2, zero=stage, micro_batch=4))
+    settings = de.build_config(Layout(dp=2, zero=stage, micro_batch=4))
     engine = de.initialize(small_gpt(), settings)
     losses = []
     for step in range(STEPS):
@@ -784,10 +786,10 @@ def by_deepspeed(stage):
         engine.backward(value)
         engine.step()
         losses.append(value.item())
-    return losses, de.weights(engine)
+    return losses, de.gather_weights(engine)
 
 
-de.prepare()  # imports DeepSpeed once, before any rank starts
+de.import_deepspeed()  # imports DeepSpeed once, before any rank starts
 for stage in (2, 3):
     # CPU: its losses are compared with those of CPU ranks
     found = ranks.run(by_deepspeed, 2, stage, device="cpu")

@@ -426,7 +426,9 @@ def make_uneven_batch(step):
 
 def compute_joined_mean(logits, targets):
     count = int((targets != -100).sum())
-    return data_parallel.joined_mean(loss(logits, targets, "sum"), count, get_world())
+    return data_parallel.scale_for_global_mean(
+        loss(logits, targets, "sum"), count, get_world()
+    )
 
 
 # %% [markdown]
@@ -445,7 +447,7 @@ def make_muon(model):
 
 
 def shard_model(model):
-    return zero.shard(model, get_world(), 3)
+    return zero.shard_module(model, get_world(), 3)
 
 
 # %% [markdown]
@@ -718,7 +720,7 @@ def match_all(records):
     return found
 
 
-deepspeed_engine.prepare()
+deepspeed_engine.import_deepspeed()
 (records,) = ranks.run(record_all, 1, show=False)
 each = ranks.run(match_all, 2, records, show=False)
 REPORTS, LOSSES = {}, {}

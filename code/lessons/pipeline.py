@@ -935,7 +935,7 @@ def predict_peak(name, stage, m, again):
     """Bytes: what is kept, times those in flight; what backward of a layer needs."""
     recompute = "full" if again else "none"
     layout = Layout(pp=4, microbatches=4, recompute=recompute)
-    one = memory.activations(WIDE, layout, precision="fp32", stage=stage)
+    one = memory.estimate_activations(WIDE, layout, precision="fp32", stage=stage)
     layers, ends = one.layer * one.layers, one.head + one.logits  # of a micro-batch
     schedule = pipeline.make_schedule(name, 4, m)
     in_flight = pipeline.count_peak_activations(schedule)[stage]
@@ -1054,7 +1054,7 @@ show.table(rows, head, caption="Batch of 8 sequences of 64 tokens, h = 128")
 # The slowest stage sets the pace of all. And the head, a product with the whole vocabulary, costs as much as several layers. Llama 3 8B has 32 layers. With times in units of one layer, the head counted with the last:
 
 # %%
-sizes = memory.parameters(PRESETS["llama-3-8b"])
+sizes = memory.count_rank_parameters(PRESETS["llama-3-8b"])
 layer = (sizes["attention"] + sizes["ffn"]) / 32
 HEAD = sizes["head"] / layer  # as many parameters, so much time
 costs = [1.0] * 31 + [1.0 + HEAD]
@@ -1292,17 +1292,17 @@ assert gone and {"ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"} <= 
 
 def step_deepspeed(zero):
     """On a rank: the loss of a step of DeepSpeed's pipeline, or what it says."""
-    settings = de.config(Layout(pp=2, microbatches=4))
+    settings = de.build_config(Layout(pp=2, microbatches=4))
     settings["zero_optimization"] = {"stage": zero}
     try:
-        engine = de.initialize(de.pipeline(build_model(), 2), settings)
+        engine = de.initialize(de.to_pipeline_module(build_model(), 2), settings)
     except AssertionError as error:
         return str(error)
     tokens, targets = make_batch(4)
     return de.step(engine, list(zip(tokens.chunk(4), targets.chunk(4), strict=True)))
 
 
-de.prepare()
+de.import_deepspeed()
 with torch.no_grad():
     tokens, targets = text.get_batch(64, 4)
     alone = loss(build_model(device="cpu")(tokens), targets).item()

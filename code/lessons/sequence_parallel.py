@@ -85,8 +85,8 @@ for name, t, along in (
     ("8, and the sequence cut as well", 8, True),
 ):
     layout = Layout(tp=t, sequence_parallel=along)
-    of = memory.activations(PRESETS["llama-3-8b"], layout, device="gpu")
-    rows.append((name, f"{of.saved / 1e9:.1f}"))
+    of = memory.estimate_activations(PRESETS["llama-3-8b"], layout, device="gpu")
+    rows.append((name, f"{of.kept_bytes / 1e9:.1f}"))
 head = ["ranks", "kept on each (GB)"]
 show.table(rows, head, caption="Llama 3 8B, one sequence of 8192 tokens, bfloat16")
 
@@ -431,7 +431,7 @@ show.table(rows, head, caption="Largest differences from one process, float64")
 #
 # The next cell measures a model of four layers and one of two with `measure_kept`. Half of the difference is one layer.
 # *By formula* is the paper's formula, changed for our layer: without dropout it keeps 2 less, and a CPU's attention keeps its output in two orders, 2 more inside the cut part.
-# *Predicted* is `memory.activations`, which also counts small tensors, such as the means and deviations of LayerNorms.
+# *Predicted* is `memory.estimate_activations`, which also counts small tensors, such as the means and deviations of LayerNorms.
 
 # %%
 CUTS = {
@@ -463,7 +463,7 @@ sbh, rows = 2 * SHAPE.seq * SHAPE.hidden, []
 for (t, name), measured in LAYER.items():
     _, along, formula = CUTS[name]
     layout = Layout(tp=t, micro_batch=2, sequence_parallel=along)
-    want = memory.activations(SHAPE, layout, precision="bf16").layer
+    want = memory.estimate_activations(SHAPE, layout, precision="bf16").layer
     if "whole" in name:  # two gathered inputs of cut matrices, in place of their shares
         want += 4 * sbh - 4 * sbh // t
     assert abs(measured / want - 1) < 0.02, (t, name, measured, want)

@@ -197,7 +197,7 @@ seconds = [step for step, _ in runs]  # of a step; the other is bytes
 rows = []
 for i in (0, 1, 39):
     job = jobs[i]
-    size = memory.parameter_count(job.config) / GB
+    size = memory.count_parameters(job.config) / GB
     rows.append(
         [f"{size:.1f}B", job.layout.world_size, str(job.layout), job.layout.micro_batch,
          job.layout.microbatches, f"{seconds[i]:.1f}"]
@@ -274,7 +274,7 @@ def predict_step(job, r):
     layer = max((flops - last) / config.layers / t / r["products"], launch) + wire
     stages = at.parts(config)  # in layers; the head is the output layer
     busy = [s.layers * layer + s.head * last / t / r["products"] for s in stages]
-    held = max(job.count_parameters(s).all for s in stages)
+    held = max(job.count_parameters(s).total for s in stages)
     gradients = 8 * held * (at.dp - 1) / at.dp / r["network"]  # 4 bytes each, sent twice
     return (m - 1) * max(busy) + sum(busy) + gradients
 

@@ -115,7 +115,7 @@ def run_our_step(model, step, size=8):
 rows = []
 for name in ("gpt-3-175b", "llama-3-8b", "llama-3-70b", "llama-3-405b"):
     config = PRESETS[name]
-    sizes = memory.parameters(config)
+    sizes = memory.count_rank_parameters(config)
     block = (sizes["attention"] + sizes["ffn"]) / config.layers
     rows.append((name, config.layers, f"{block / 1e6:,.0f}", f"{16 * block / 1e9:.1f}"))
 assert rows[-1][-1] == "51.0"
@@ -843,7 +843,7 @@ rows, EIGHT = [], Layout(tp=8)
 for name in ("llama-3-8b", "qwen3-30b-a3b", "deepseek-v3"):
     config = PRESETS[name]
     whole, mine = (
-        memory.parameters(config, at)["attention"] / config.layers / 1e6
+        memory.count_rank_parameters(config, at)["attention"] / config.layers / 1e6
         for at in (Layout(), EIGHT)
     )
     enters = sum(tp.predict.attention_input_sizes(config))
@@ -1135,7 +1135,7 @@ for t, (states, saved) in HELD.items():
     predicted = sum(tp.predict_state_bytes(MODEL, t).values())
     assert states == predicted
     layout = Layout(tp=t, micro_batch=8)
-    activations = memory.activations(MODEL, layout, seq=64, precision="fp32")
+    activations = memory.estimate_activations(MODEL, layout, seq=64, precision="fp32")
     kept = (
         activations.layer * activations.layers + activations.head + activations.logits
     )
@@ -2089,7 +2089,7 @@ check(my_greedy)
 # :label: ex-tp-degree
 # ```
 #
-# Return the smallest $t$, from 1 to `node` (the GPUs that share a fast link), that divides the model (`config.heads`, `key_value_heads`, `ffn_width`, `vocab`) and whose `memory.estimate(config, Layout(tp=t), device="gpu").peak` is at most `limit` bytes; `None` if there is none.
+# Return the smallest $t$, from 1 to `node` (the GPUs that share a fast link), that divides the model (`config.heads`, `key_value_heads`, `ffn_width`, `vocab`) and whose `memory.estimate_step(config, Layout(tp=t), device="gpu").peak` is at most `limit` bytes; `None` if there is none.
 
 # %%
 def my_degree(config, limit, node):
@@ -2116,7 +2116,7 @@ def my_degree(config, limit, node):
     for t in range(1, node + 1):
         if any(width % t for width in widths):
             continue
-        if memory.estimate(config, Layout(tp=t), device="gpu").peak <= limit:
+        if memory.estimate_step(config, Layout(tp=t), device="gpu").peak <= limit:
             return t
     return None
 

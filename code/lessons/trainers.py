@@ -440,11 +440,11 @@ settings = {
     "zero_allow_untested_optimizer": True,  # torch's AdamW with ZeRO,
     "zero_force_ds_cpu_optimizer": False,  # and with offload
 }
-de.check(settings, optimizer=True)  # an AdamW comes beside them
+de.check_config(settings, optimizer=True)  # an AdamW comes beside them
 
 
 # %% [markdown]
-# `de.check` checks all lines against DeepSpeed's own schema. Three lines that are left out matter:
+# `de.check_config` checks all lines against DeepSpeed's own schema. Three lines that are left out matter:
 #
 # - `loss_scale_window` is our `interval`;
 # - when the scale is at `min_loss_scale`, an overflow ends the run with an exception;
@@ -457,7 +457,7 @@ de.check(settings, optimizer=True)  # an AdamW comes beside them
 # %%
 def train_with_deepspeed(changes, steps=10):
     """Return this rank's losses, and each step's scale and overflow."""
-    de.prepare()
+    de.import_deepspeed()
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True  # overruled
@@ -509,7 +509,7 @@ def train_in_one_process(steps=10):
     return losses
 
 
-de.prepare()
+de.import_deepspeed()
 high = {"initial_scale_power": 20, "loss_scale_window": 3}
 as_given, too_high = zip(
     # CPU: compared with one process on the CPU

@@ -48,7 +48,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from shardcourse.exercises import check
 from shardlab import memory, ranks, zero
 from shardlab.common import show, text
-from shardlab.data_parallel import DataParallel, drift
+from shardlab.data_parallel import DataParallel, measure_drift
 from shardlab.gpt.model import GPT, PRESETS, Config, loss
 from shardlab.layout import Layout
 from shardlab.measure import count, link
@@ -57,20 +57,20 @@ from shardlab.ranks.torch_compat import all_gather_single, reduce_scatter_single
 show.set_style()
 
 
-def adamw(parameters):
+def make_adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3, foreach=False)
 
 
-def job(stage, config=PRESETS["nano"], group=None, **options):
+def make_job(stage, config=PRESETS["nano"], group=None, **options):
     """The same GPT on every rank, in a stage (0: data parallel), and its AdamW."""
     torch.manual_seed(0)
     model = GPT(config).to(ranks.device())
     group = group or dist.group.WORLD
     if stage:
-        model = zero.shard(model, group, stage, **options)
+        model = zero.shard_module(model, group, stage, **options)
     else:
         model = DataParallel(model, group)
-    return model, adamw(model.parameters())
+    return model, make_adamw(model.parameters())
 
 
 def local_batch(step, size=1, rank=None):
@@ -80,7 +80,7 @@ def local_batch(step, size=1, rank=None):
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 
-def train(model, optimizer, steps, first=0):
+def train_steps(model, optimizer, steps, first=0):
     """Train on this rank's share; the losses."""
     losses = []
     for step in range(first, first + steps):
@@ -93,7 +93,7 @@ def train(model, optimizer, steps, first=0):
     return losses
 
 
-def largest(a, b):
+def max_difference(a, b):
     """The largest difference between two state dicts."""
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
@@ -105,9 +105,9 @@ def largest(a, b):
 # The next cell trains that way on four ranks, and computes a hash of every tensor that each rank then holds: equal tensors have equal hashes.
 
 # %%
-def fingerprints():
-    model, optimizer = job(0)
-    train(model, optimizer, 2)
+def digest_weights():
+    model, optimizer = make_job(0)
+    train_steps(model, optimizer, 2)
     found = []
     for parameter in model.parameters():
         state = optimizer.state[parameter]
@@ -123,7 +123,7 @@ def fingerprints():
 # %% tags=["hide-input"]
 # Table: bytes held by four ranks, and bytes of different tensors among them
 held, different = defaultdict(int), defaultdict(int)
-everywhere = [entry for found in ranks.run(fingerprints, 4) for entry in found]
+everywhere = [entry for found in ranks.run(digest_weights, 4) for entry in found]
 for kind, size, _ in everywhere:
     held[kind] += size
 for kind, size, _ in set(everywhere):
@@ -175,7 +175,10 @@ formulas = ["2 + 2 + 12", "2 + 2 + 12/N", "2 + 2/N + 12/N", "2/N + 2/N + 12/N"]
 published = [120, 31.4, 16.6, 1.88]  # GB: Rajbhandari et al. 2020, Figure 1 and Table 1
 rows = []
 for stage, (formula, printed) in enumerate(zip(formulas, published, strict=True)):
-    totals = [memory.states(7.5e9, Layout(dp=n, zero=stage), "fp16").total for n in (4, 64)]
+    totals = [
+        memory.estimate_states(7.5e9, Layout(dp=n, zero=stage), "fp16").total
+        for n in (4, 64)
+    ]
     assert abs(totals[1] / 1e9 - printed) <= 0.05  # as many digits as are printed
     rows.append((stage, formula, *(f"{total / 1e9:.2f}" for total in totals), printed))
 show.table(
@@ -214,7 +217,7 @@ def stage_1(model, group, steps):
     vector_to_parameters(weights, model.parameters())  # they are views into it now
     own = nn.Parameter(weights.chunk(size)[rank])  # [P/N], the same memory again
     own.grad = torch.empty_like(own)
-    optimizer = adamw([own])
+    optimizer = make_adamw([own])
     for step in range(steps):
         tokens, targets = local_batch(step)
         loss(model(tokens), targets).backward()
@@ -232,7 +235,7 @@ def stage_1(model, group, steps):
 # %% tags=["hide-input"]
 # Holds the weights after five steps of a plain version against one process
 def one_process(model, size, steps):
-    optimizer = adamw(model.parameters())
+    optimizer = make_adamw(model.parameters())
     for step in range(steps):
         for rank in range(size):
             tokens, targets = local_batch(step, rank=rank)
@@ -247,10 +250,10 @@ def from_one_process(plain, dtype):
     model = copy.deepcopy(alone)
     plain(model, dist.group.WORLD, 5)
     one_process(alone, dist.get_world_size(), 5)
-    return largest(model.state_dict(), alone.state_dict())
+    return max_difference(model.state_dict(), alone.state_dict())
 
 
-def prove(plain):
+def check_equal(plain):
     on_two = ranks.run(from_one_process, 2, plain, torch.float32)[0]
     on_four = ranks.run(from_one_process, 4, plain, torch.float64)[0]
     # Of two terms only a + b is to be computed: the same bits on any CPU. On four ranks
@@ -261,7 +264,7 @@ def prove(plain):
     print("from one process, 4 ranks, float64: below 1e-10")
 
 
-prove(stage_1)
+check_equal(stage_1)
 
 
 # %% [markdown]
@@ -280,7 +283,7 @@ def shard_of(p, group):
     return p.detach().flatten().chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
 
-def reduce(p, own, group):
+def reduce_to_owner(p, own, group):
     own.grad = torch.empty_like(own)
     mine = p.grad.flatten() / dist.get_world_size(group)
     reduce_scatter_single(own.grad, mine, group=group)
@@ -289,9 +292,11 @@ def reduce(p, own, group):
 
 def stage_2(model, group, steps):
     own = {p: nn.Parameter(shard_of(p, group)) for p in model.parameters()}  # views
-    optimizer = adamw(own.values())
+    optimizer = make_adamw(own.values())
     for p in own:
-        p.register_post_accumulate_grad_hook(lambda p: reduce(p, own[p], group))
+        p.register_post_accumulate_grad_hook(
+            lambda p: reduce_to_owner(p, own[p], group)
+        )
     for step in range(steps):
         tokens, targets = local_batch(step)
         loss(model(tokens), targets).backward()
@@ -302,7 +307,7 @@ def stage_2(model, group, steps):
 
 # %% tags=["hide-input"]
 # Holds the weights of stage 2 against one process
-prove(stage_2)
+check_equal(stage_2)
 
 
 # %% [markdown]
@@ -316,38 +321,38 @@ prove(stage_2)
 # %%
 def stage_3(model, group, steps):
     own = {p: nn.Parameter(shard_of(p, group).clone()) for p in model.parameters()}
-    optimizer = adamw(own.values())
+    optimizer = make_adamw(own.values())
 
-    def gather(module, *_):
+    def gather_weights(module, *_):
         for p in module.parameters(recurse=False):
             p.untyped_storage().resize_(p.nbytes)
             all_gather_single(p.data.view(-1), own[p].data, group=group)
 
-    def free(module, inputs, output):
+    def free_weights(module, inputs, output):
         for p in module.parameters(recurse=False):
             p.untyped_storage().resize_(0)
-        output.register_hook(lambda _: gather(module))  # before its backward
+        output.register_hook(lambda _: gather_weights(module))  # before its backward
 
     def reduce_and_free(p):
-        reduce(p, own[p], group)
+        reduce_to_owner(p, own[p], group)
         p.untyped_storage().resize_(0)
 
     for p in own:
         p.untyped_storage().resize_(0)
         p.register_post_accumulate_grad_hook(reduce_and_free)
     for module in model.modules():
-        module.register_forward_pre_hook(gather)
-        module.register_forward_hook(free)
+        module.register_forward_pre_hook(gather_weights)
+        module.register_forward_hook(free_weights)
     for step in range(steps):
         tokens, targets = local_batch(step)
         loss(model(tokens), targets).backward()
         optimizer.step()
-    model.apply(gather)  # for whoever reads the weights afterwards
+    model.apply(gather_weights)  # for whoever reads the weights afterwards
 
 
 # %% tags=["hide-input"]
 # Holds the weights of stage 3 against one process
-prove(stage_3)
+check_equal(stage_3)
 
 # %% [markdown]
 # Autograd has saved these tensors for backward. They can be freed all the same, because `resize_(0)` gives back only the *storage*.
@@ -366,10 +371,10 @@ prove(stage_3)
 THREE = Config(seq=64, layers=3, heads=4, hidden=128)
 
 
-def core(stage):
+def run_core(stage):
     def run(model, group, steps):
-        model = zero.shard(model, group, stage)
-        train(model, adamw(model.parameters()), steps)
+        model = zero.shard_module(model, group, stage)
+        train_steps(model, make_adamw(model.parameters()), steps)
 
     return run
 
@@ -382,12 +387,12 @@ def plain_and_core(ways):
         model, marks = GPT(THREE), []
         with count.record_traffic() as sent, count.track_memory(model) as held:
 
-            def mark(*_, marks=marks, sent=sent):
+            def record_mark(*_, marks=marks, sent=sent):
                 names = "all_gather_into_tensor", "reduce_scatter_tensor"
                 messages = sent.messages + sum(sent.calls[name] for name in names)
                 marks.append((messages, time.perf_counter()))
 
-            hook = register_optimizer_step_post_hook(mark)
+            hook = register_optimizer_step_post_hook(record_mark)
             way(model, wire, 2)
             hook.remove()
         first, second = marks
@@ -395,7 +400,7 @@ def plain_and_core(ways):
     return found
 
 
-ways = [stage_1, core(1), stage_2, core(2), stage_3, core(3)]
+ways = [stage_1, run_core(1), stage_2, run_core(2), stage_3, run_core(3)]
 # CPU: times of the CPU's work and a wire
 found = ranks.run(plain_and_core, 2, ways, device="cpu")[0]
 names = [f"{stage}, {way}" for stage in (1, 2, 3) for way in ("plain", "core")]
@@ -425,12 +430,12 @@ show.table(
 #
 # ### Flat tensors of any size
 #
-# `Flat` puts parameters side by side, as the plain stage 1 does, and pads the tensor with fewer than $N$ zeros, so that all shards have one size.
-# `cut` finds what a shard holds of each parameter: these *pieces* are what the optimizer is given.
-# `gather`, `wait` and `free` do what the plain stage 3 does, but a rank can compute between `gather` and `wait`.
+# `FlatParams` puts parameters side by side, as the plain stage 1 does, and pads the tensor with fewer than $N$ zeros, so that all shards have one size.
+# `split_shard` finds what a shard holds of each parameter: these *pieces* are what the optimizer is given.
+# `start_gather`, `wait` and `free_full` do what the plain stage 3 does, but a rank can compute between `start_gather` and `wait`.
 
 # %%
-show.source(zero.Flat)
+show.source(zero.FlatParams)
 
 # %% [markdown]
 # ### Gradients, from autograd to a shard
@@ -442,11 +447,11 @@ show.source(zero.Flat)
 show.source(zero.ReduceScatter)
 
 # %% [markdown]
-# `Gradients` does for a flat tensor what the hook of the plain stage 2 does for a parameter, in three calls: `place` when autograd has a gradient, `send` when all of them are there, `receive` later.
-# Where no rank has a gradient, the piece has to keep `None`, as in one process. `settle` is called last, and sees to that.
+# `FlatGrads` does for a flat tensor what the hook of the plain stage 2 does for a parameter, in three calls: `add_gradient` when autograd has a gradient, `start_reduce_scatter` when all of them are there, `finish_reduce_scatter` later.
+# Where no rank has a gradient, the piece has to keep `None`, as in one process. `resolve_missing` is called last, and sees to that.
 
 # %%
-show.source(zero.Gradients)
+show.source(zero.FlatGrads)
 
 # %% [markdown]
 # A `Reducer`, named after the one in torch's DDP, calls these during a backward. Only one reduce-scatter at a time is under way, since each takes memory.
@@ -457,9 +462,9 @@ show.source(zero.Reducer)
 # %% [markdown]
 # ### Stages 1 and 2: buckets that leave early
 #
-# `Zero1` deals the parameters into buckets, each a `Flat`. Its methods are in the order in which a step calls them.
-# The step does not wait for the all-gather. It starts with the next forward (`_pre_forward`), in which each layer waits for its own weights alone (`_await`).
-# As in data parallelism, a bucket is sent while backward still computes the next one (`_arrived`), and autograd calls `_finish` when backward is over.
+# `Zero1` deals the parameters into buckets, each a `FlatParams`. Its methods are in the order in which a step calls them.
+# The step does not wait for the all-gather. It starts with the next forward (`_pre_forward`), in which each layer waits for its own weights alone (`_wait_for_params`).
+# As in data parallelism, a bucket is sent while backward still computes the next one (`_on_grad_ready`), and autograd calls `_finalize_backward` when backward is over.
 # Only this course gathers so late. ZeRO's paper and DeepSpeed gather at the end of the step, as the plain version does.
 
 # %%
@@ -526,12 +531,12 @@ show.source(zero.Zero2)
 # ![Stage 3 through a step, on one rank, with four blocks. While a block computes, the wire gathers the next one's weights, in backward the one before; in the first half of a block's backward it carries the gradients of the block behind. Each block is whole in memory twice, and at most two are whole at a time; the rest of the time it is a shard.](../figures/zero_life.svg)
 #
 # The hooks are those of the plain version, on units, and have the names that FSDP2 gives them: `_pre_forward`, `_post_forward`, `_pre_backward`, `_post_backward`.
-# Those that come before also call `_prefetch`. It knows which block comes next because it remembers the order of the last forward.
+# Those that come before also call `_prefetch_next`. It knows which block comes next because it remembers the order of the last forward.
 # Autograd has no hook for *after backward* of a unit: that moment has come when the gradients of all inputs of the unit are there.
 # Parameters that belong to no unit, here the embedding and the last LayerNorm, are the `rest`: its hooks are those of the whole module. It is gathered once, and stays whole for the step.
 
 # %%
-show.source(zero.Unit.send, zero.Zero3)
+show.source(zero.Unit.reduce_gradients, zero.Zero3)
 
 
 # %% [markdown]
@@ -541,12 +546,12 @@ show.source(zero.Unit.send, zero.Zero3)
 
 # %% tags=["hide-input"]
 # Holds losses and weights of each stage against one process
-def compare(stage, clip, dtype):
+def compare_to_plain(stage, clip, dtype):
     """Largest difference from one process in a loss, and in a weight after 5 steps."""
     torch.manual_seed(0)
     alone = GPT(PRESETS["nano"]).to(ranks.device(), dtype)
-    model = zero.shard(copy.deepcopy(alone), dist.group.WORLD, stage)
-    optimizers = [adamw(m.parameters()) for m in (alone, model)]
+    model = zero.shard_module(copy.deepcopy(alone), dist.group.WORLD, stage)
+    optimizers = [make_adamw(m.parameters()) for m in (alone, model)]
     rank, size = dist.get_rank(), dist.get_world_size()
     in_loss = 0.0
     for step in range(5):
@@ -566,12 +571,14 @@ def compare(stage, clip, dtype):
         for optimizer in optimizers:
             optimizer.step()
         in_loss = max(in_loss, abs(value - values[rank]).item())
-    return in_loss, largest(alone.state_dict(), model.full_state_dict())
+    return in_loss, max_difference(alone.state_dict(), model.full_state_dict())
 
 
 def compare_all():
     cases = (False, torch.float32), (True, torch.float32), (True, torch.float64)
-    return {stage: [compare(stage, *case) for case in cases] for stage in (1, 2, 3)}
+    return {
+        stage: [compare_to_plain(stage, *case) for case in cases] for stage in (1, 2, 3)
+    }
 
 
 rows = []
@@ -610,20 +617,20 @@ show.table(rows, head, caption="Largest differences from one process")
 
 # %% tags=["hide-input"]
 # Table: bytes of states, by formula, predicted and counted
-def states(stage, dtype):
-    model, optimizer = job(stage, **({"compute_dtype": dtype} if stage else {}))
-    train(model, optimizer, 1)
+def measure_states(stage, dtype):
+    model, optimizer = make_job(stage, **({"compute_dtype": dtype} if stage else {}))
+    train_steps(model, optimizer, 1)
     found = count.measure_state_bytes(model, optimizer)
     del found["counters"]  # AdamW counts its steps, in four bytes per parameter tensor
     both = [*model.parameters(), *model.module.parameters()]
     found["parameters"] = count.sum_bytes(both)  # a storage that both share counts once
-    predicted = sum(zero.predicted_states(model).values()) if stage else None
+    predicted = sum(zero.predict_state_bytes(model).values()) if stage else None
     return sum(found.values()), predicted
 
 
 def all_states():
     cases = [(0, None), *((s, t) for t in (None, torch.bfloat16) for s in (1, 2, 3))]
-    return {case: states(*case) for case in cases}
+    return {case: measure_states(*case) for case in cases}
 
 
 N, plain = 3, GPT(PRESETS["nano"])
@@ -679,8 +686,8 @@ show.table(
 # ![Bytes on each of 8 ranks for 7 billion parameters: stage 0 has 122 GB, stage 1 48.5 GB, stage 2 36.25 GB, stage 3 24 GB. In each of them 10 GB are activations, so that stage 3 stays above an eighth of 122 GB, which is 15.25 GB.](../figures/zero_memory.svg)
 
 # %%
-def activations(stage):
-    model, _ = job(stage)
+def measure_activations(stage):
+    model, _ = make_job(stage)
     tokens, targets = local_batch(0)
     # Autograd also notes the gathered weights; they are no activations.
     gathered = [flat.full for flat in model.flats] if stage == 3 else []
@@ -691,12 +698,12 @@ def activations(stage):
 
 # %% tags=["hide-input"]
 # Holds what stage 3 saves for backward against stage 0
-def both():
-    return activations(0), activations(3)
+def measure_both():
+    return measure_activations(0), measure_activations(3)
 
 
-plain_, sharded = ranks.run(both, 4)[0]
-total = memory.states(7e9, Layout(dp=8, zero=3), "bf16").total
+plain_, sharded = ranks.run(measure_both, 4)[0]
+total = memory.estimate_states(7e9, Layout(dp=8, zero=3), "bf16").total
 print(f"saved for backward, stage 0: {plain_:,} B")
 print(f"saved for backward, stage 3: {sharded:,} B")
 print(f"7 billion on 8 ranks, stage 3: {total / 1e9:.0f} GB + 10 GB of activations")
@@ -719,7 +726,7 @@ assert plain_ == sharded and total + 10e9 == 24e9
 DEEP = Config(seq=64, layers=12, heads=4, hidden=128)
 
 
-def peak(make):
+def measure_peak(make):
     """Bytes at the peak of a step of make()'s model, and bytes of its states."""
     model, optimizer = make()
     tokens, targets = local_batch(0, 1)
@@ -731,8 +738,8 @@ def peak(make):
     return held.peak_bytes, sum(count.measure_state_bytes(model, optimizer).values())
 
 
-def peaks(cases):
-    return [peak(lambda c=case: job(c[0], DEEP, **c[1])) for case in cases]
+def measure_peaks(cases):
+    return [measure_peak(lambda c=case: make_job(c[0], DEEP, **c[1])) for case in cases]
 
 
 CASES = {
@@ -748,7 +755,7 @@ CASES = {
 # %% tags=["hide-input", "measured"]
 # Table: bytes of states, and the peak of a step
 # CPU: bytes held by CPU kernels
-measured = ranks.run(peaks, 4, list(CASES.values()), device="cpu")[0]
+measured = ranks.run(measure_peaks, 4, list(CASES.values()), device="cpu")[0]
 ON_TOP = {
     name: (peak - states) / 1e6
     for name, (peak, states) in zip(CASES, measured, strict=True)
@@ -811,13 +818,15 @@ WAYS = {
 }
 
 
-def traffic():
+def count_traffic():
     found = []
     for stage, options, _ in WAYS.values():
-        model, optimizer = job(stage, DEEP, **options)
-        train(model, optimizer, 1)
-        sent = bytes_sent(model, lambda m=model, o=optimizer: train(m, o, 1, first=1))
-        predicted = sum(zero.predicted_sent(model).values()) if stage else None
+        model, optimizer = make_job(stage, DEEP, **options)
+        train_steps(model, optimizer, 1)
+        sent = bytes_sent(
+            model, lambda m=model, o=optimizer: train_steps(m, o, 1, first=1)
+        )
+        predicted = sum(zero.predict_bytes_sent(model).values()) if stage else None
         found.append((sum(sent), predicted))
     return found
 
@@ -825,7 +834,7 @@ def traffic():
 N, P = 4, sum(p.numel() for p in GPT(DEEP).parameters())
 # Who had a gradient: DataParallel sends it in buckets.
 flags = len(list(GPT(DEEP).parameters()))
-found = ranks.run(traffic, N, device="cpu")[0]  # CPU: counts the module's bytes
+found = ranks.run(count_traffic, N, device="cpu")[0]  # CPU: counts the module's bytes
 rows = []
 for (name, (*_, factor)), (sent, predicted) in zip(WAYS.items(), found, strict=True):
     unit = 4 * P * (N - 1) / N  # bytes
@@ -864,27 +873,27 @@ show.table(
 # `````
 
 # %%
-def accumulate(stage, micro_batches=4):
-    model, optimizer = job(stage)
+def accumulate_gradients(stage, micro_batches=4):
+    model, optimizer = make_job(stage)
 
-    def backwards():
+    def run_backwards():
         for part in range(micro_batches):
             tokens, targets = local_batch(part)
             quiet = stage == 1 and part < micro_batches - 1
             with model.no_sync() if quiet else contextlib.nullcontext():
                 (loss(model(tokens), targets) / micro_batches).backward()
 
-    gradients, _ = bytes_sent(model, backwards)
+    gradients, _ = bytes_sent(model, run_backwards)
     return gradients, count.measure_state_bytes(model, optimizer)["gradients"]
 
 
 # %% tags=["hide-input"]
 # Table: gradients sent and held with four micro-batches
-def both():
-    return accumulate(1), accumulate(2)
+def measure_both():
+    return accumulate_gradients(1), accumulate_gradients(2)
 
 
-found = ranks.run(both, 4, device="cpu")[0]  # CPU: counts the module's bytes
+found = ranks.run(measure_both, 4, device="cpu")[0]  # CPU: counts the module's bytes
 rows = [
     (stage, f"{sent / 1e6:.2f}", f"{held / 1e6:.2f}")
     for stage, (sent, held) in zip((1, 2), found, strict=True)
@@ -1030,7 +1039,7 @@ def with_fsdp(config, per_block=True):
     for block in model.blocks if per_block else ():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return model, adamw(model.parameters())
+    return model, make_adamw(model.parameters())
 
 
 # %% [markdown]
@@ -1038,19 +1047,19 @@ def with_fsdp(config, per_block=True):
 
 # %% tags=["hide-input"]
 # Table: five steps of stage 3 beside FSDP2
-def beside():
-    theirs, ours = with_fsdp(PRESETS["nano"]), job(3)
-    losses = [train(*pair, 5) for pair in (theirs, ours)]
+def compare_to_fsdp2():
+    theirs, ours = with_fsdp(PRESETS["nano"]), make_job(3)
+    losses = [train_steps(*pair, 5) for pair in (theirs, ours)]
     weights = {name: p.full_tensor() for name, p in theirs[0].state_dict().items()}
     found = [max(abs(a - b) for a, b in zip(*losses, strict=True))]
-    found.append(largest(weights, ours[0].full_state_dict()))
+    found.append(max_difference(weights, ours[0].full_state_dict()))
     found += [sum(count.measure_state_bytes(*pair).values()) for pair in (ours, theirs)]
     return found
 
 
 rows = []
 for size in (2, 4):
-    in_loss, in_weights, *held = ranks.run(beside, size)[0]
+    in_loss, in_weights, *held = ranks.run(compare_to_fsdp2, size)[0]
     # FSDP2 adds up in gloo's order. A loss is about 5, with seven digits; for weights
     # see above. Two ranks: a + b is all there is to compute, with the bits of b + a.
     assert in_loss < 1e-4 and in_weights < 5e-3
@@ -1073,7 +1082,9 @@ show.table(rows, head, caption="Stage 3 beside FSDP2, five steps")
 # %% tags=["hide-input", "measured"]
 # Measures the peaks of both, with a unit per block and as one unit
 def peaks_beside():
-    return [peak(lambda b=blocks: with_fsdp(DEEP, b))[0] for blocks in (True, False)]
+    return [
+        measure_peak(lambda b=blocks: with_fsdp(DEEP, b))[0] for blocks in (True, False)
+    ]
 
 
 theirs = ranks.run(peaks_beside, 4, device="cpu")[0]  # CPU: bytes held by CPU kernels
@@ -1109,7 +1120,7 @@ for name, size in zip(("a unit per block", "one unit"), theirs, strict=True):
 # Here `fully_shard` makes the embedding a unit, and the unit of the model gets the head.
 
 # %%
-def tied(together):
+def train_tied(together):
     model = GPT(PRESETS["nano"]).to(ranks.device())
     mesh = DeviceMesh.from_group(dist.group.WORLD, ranks.device().type)
     fully_shard([model.embedding, model.head] if together else model.embedding, mesh=mesh)
@@ -1124,7 +1135,7 @@ def tied(together):
 
 # %% tags=["hide-input"]
 # What the first forward says, with two units and with one for both
-apart, together = (ranks.run(tied, 2, both)[0] for both in (False, True))
+apart, together = (ranks.run(train_tied, 2, both)[0] for both in (False, True))
 print(f"two units: {apart}\none unit:  {together}")
 before = torch.__version__ < "2.13"
 assert ("two matrices" if before else "already managed by another FSDP group") in apart
@@ -1148,15 +1159,15 @@ assert together.endswith("one matrix")
 
 # %%
 def read_outside():
-    model, optimizer = job(3)
+    model, optimizer = make_job(3)
     weight = model.module.blocks[0].ffn.up.weight
     shapes = [
         list(weight.shape),
         list(model.full_state_dict()["blocks.0.ffn.up.weight"].shape),
     ]
-    model, optimizer = job(1)
-    train(model, optimizer, 3)
-    return shapes, largest(model.module.state_dict(), model.full_state_dict())
+    model, optimizer = make_job(1)
+    train_steps(model, optimizer, 3)
+    return shapes, max_difference(model.module.state_dict(), model.full_state_dict())
 
 
 # %% tags=["hide-input"]
@@ -1179,13 +1190,13 @@ assert empty == [0] and stale > 5e-4  # a step of AdamW with a learning rate of 
 def optimizer_first(right):
     torch.manual_seed(0)
     plain = GPT(PRESETS["nano"]).to(ranks.device())
-    optimizer = adamw(plain.parameters())
-    model = zero.shard(plain, dist.group.WORLD, 3)
+    optimizer = make_adamw(plain.parameters())
+    model = zero.shard_module(plain, dist.group.WORLD, 3)
     if right:
-        optimizer = adamw(model.parameters())
+        optimizer = make_adamw(model.parameters())
     before = model.full_state_dict()
-    train(model, optimizer, 3)
-    return largest(before, model.full_state_dict())
+    train_steps(model, optimizer, 3)
+    return max_difference(before, model.full_state_dict())
 
 
 # %% tags=["hide-input"]
@@ -1205,10 +1216,10 @@ assert moved[0] == 0.0 < moved[1]
 # So each rank scales by a factor of its own. The next cell trains with SGD, clipped to a norm of 1.
 
 # %%
-def clipped(local):
+def train_clipped(local):
     torch.manual_seed(0)
     alone = GPT(PRESETS["nano"]).to(ranks.device())
-    model = zero.shard(copy.deepcopy(alone), dist.group.WORLD, 2)
+    model = zero.shard_module(copy.deepcopy(alone), dist.group.WORLD, 2)
     sgd = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, model)]
     norms = []
     for step in range(5):
@@ -1228,8 +1239,8 @@ def clipped(local):
         for optimizer in sgd:
             optimizer.step()
     weights = model.full_state_dict()
-    apart = drift(plain_with(weights), dist.group.WORLD)
-    return norms[0], apart, largest(alone.state_dict(), weights)
+    apart = measure_drift(plain_with(weights), dist.group.WORLD)
+    return norms[0], apart, max_difference(alone.state_dict(), weights)
 
 
 def plain_with(weights):
@@ -1242,7 +1253,7 @@ def plain_with(weights):
 # Table: norms, drift, and the distance from one process
 rows = []
 for name, local in (("model.clip_grad_norm_", False), ("torch's, on the pieces", True)):
-    found = ranks.run(clipped, 4, local)
+    found = ranks.run(train_clipped, 4, local)
     norms = " ".join(f"{norm:.2f}" for norm, _, _ in found)
     apart, off = found[0][1:]
     rows.append((name, norms, f"{apart:.1f}", f"{off:.0e}"))
@@ -1258,7 +1269,7 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# `drift`, the test of [Data parallelism](data_parallel.md), does not find it: only one rank has a piece, so its copies cannot differ. Only a comparison with one process shows the mistake.
+# `measure_drift`, the test of [Data parallelism](data_parallel.md), does not find it: only one rank has a piece, so its copies cannot differ. Only a comparison with one process shows the mistake.
 # The same mistake is possible in all that needs all gradients or weights: a norm in a log, a loss scaler's check for infinities, an optimizer that scales by a layer's norm.
 # FSDP2's `DTensor`s know that they are shards, and torch's function is right for them.
 #
@@ -1268,8 +1279,8 @@ show.table(rows, head)
 
 # %%
 def validate_on_rank_0():
-    model, optimizer = job(3)
-    train(model, optimizer, 1)
+    model, optimizer = make_job(3)
+    train_steps(model, optimizer, 1)
     if dist.get_rank() == 0:
         tokens, targets = local_batch(1)
         with torch.no_grad():
@@ -1298,8 +1309,8 @@ else:
 
 # %%
 def saved_elements():
-    model, optimizer = job(3)
-    train(model, optimizer, 1)
+    model, optimizer = make_job(3)
+    train_steps(model, optimizer, 1)
     ways = {
         "model.module.state_dict()": model.module.state_dict(),
         "dict(model.named_parameters())": dict(model.named_parameters()),
@@ -1534,7 +1545,9 @@ check(my_stage)
 # %%
 def my_stage(params, activations, ranks_, memory_):
     for stage in range(4):
-        held = memory.states(params, Layout(dp=ranks_, zero=stage), "bf16").total
+        held = memory.estimate_states(
+            params, Layout(dp=ranks_, zero=stage), "bf16"
+        ).total
         if held + activations <= memory_:
             return stage
     return None

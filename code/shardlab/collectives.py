@@ -33,12 +33,12 @@ def broadcast(tensor: Tensor, root: int, group: Group) -> None:
 
     In round k, the 2^k ranks that have the tensor send it on: log2 N rounds (Thakur et al., 4.3).
     """
-    rank, size = _enter(group, root)
-    place = (rank - root) % size  # rank relative to the root, which is place 0
-    for reach in _powers(size):
-        if place < reach and place + reach < size:
+    rank, size = _check_group(group, root)
+    offset = (rank - root) % size  # rank relative to the root, which has offset 0
+    for reach in _tree_distances(size):
+        if offset < reach and offset + reach < size:
             ranks.isend(tensor, (rank + reach) % size, group).wait()
-        elif reach <= place < 2 * reach:
+        elif reach <= offset < 2 * reach:
             ranks.irecv(tensor, (rank - reach) % size, group).wait()
 
 
@@ -48,18 +48,18 @@ def reduce(tensor: Tensor, root: int, group: Group) -> None:
 
     The other ranks' `tensor` ends with partial sums; torch.distributed leaves it undefined, too.
     """
-    rank, size = _enter(group, root)
-    place = (rank - root) % size
+    rank, size = _check_group(group, root)
+    offset = (rank - root) % size
     incoming = torch.empty_like(tensor)
-    for reach in reversed(_powers(size)):
-        if place < reach and place + reach < size:
+    for reach in reversed(_tree_distances(size)):
+        if offset < reach and offset + reach < size:
             ranks.irecv(incoming, (rank + reach) % size, group).wait()
             tensor += incoming
-        elif reach <= place < 2 * reach:
+        elif reach <= offset < 2 * reach:
             ranks.isend(tensor, (rank - reach) % size, group).wait()
 
 
-def split(tensor: Tensor, parts: int) -> list[Tensor]:
+def split_evenly(tensor: Tensor, parts: int) -> list[Tensor]:
     """Cut `tensor` into `parts` flat views; the first `numel % parts` have one element more."""
     return list(tensor.view(-1).tensor_split(parts))
 
@@ -71,17 +71,17 @@ def reduce_scatter(output: Tensor, inputs: Sequence[Tensor], group: Group) -> No
     The sum of piece j starts at rank j + 1 and travels around the ring; each rank adds its piece
     and sends the sum on, until it reaches rank j: N - 1 steps (Patarasuk and Yuan, section 4).
     """
-    rank, size = _enter(group)
-    _fit_together(inputs, output, rank, size)
+    rank, size = _check_group(group)
+    _check_sizes(inputs, output, rank, size)
     mine = [piece.view(-1) for piece in inputs]
     buffers = output.new_empty(2, max(map(Tensor.numel, mine)))  # one receives, the other sends
-    travelling = mine[rank - 1]
+    partial_sum = mine[rank - 1]
     for step in range(size - 1):
         piece = mine[(rank - 2 - step) % size]
         incoming = buffers[step % 2, : piece.numel()]
-        ranks.exchange(travelling, (rank + 1) % size, incoming, (rank - 1) % size, group).wait()
-        travelling = incoming.add_(piece)
-    output.view(-1).copy_(travelling)
+        ranks.exchange(partial_sum, (rank + 1) % size, incoming, (rank - 1) % size, group).wait()
+        partial_sum = incoming.add_(piece)
+    output.view(-1).copy_(partial_sum)
 
 
 @torch.no_grad()
@@ -90,8 +90,8 @@ def all_gather(outputs: Sequence[Tensor], input: Tensor, group: Group) -> None:
 
     Each rank sends on the piece it received last: N - 1 steps around the ring (Thakur et al., 4.1).
     """
-    rank, size = _enter(group)
-    _fit_together(outputs, input, rank, size)
+    rank, size = _check_group(group)
+    _check_sizes(outputs, input, rank, size)
     outputs[rank].view(-1).copy_(input.view(-1))
     for step in range(size - 1):
         outgoing, incoming = outputs[(rank - step) % size], outputs[(rank - step - 1) % size]
@@ -105,9 +105,9 @@ def all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Group
     In step k, each rank sends to rank + k and receives from rank - k, so no rank receives two
     messages at once: N - 1 steps (Thakur et al., section 4, pairwise exchange).
     """
-    rank, size = _enter(group)
-    _fit_together(inputs, outputs[rank], rank, size)
-    _fit_together(outputs, inputs[rank], rank, size)
+    rank, size = _check_group(group)
+    _check_sizes(inputs, outputs[rank], rank, size)
+    _check_sizes(outputs, inputs[rank], rank, size)
     outputs[rank].view(-1).copy_(inputs[rank].view(-1))
     for step in range(1, size):
         to, source = (rank + step) % size, (rank - step) % size
@@ -117,7 +117,7 @@ def all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Group
 @torch.no_grad()
 def all_reduce_naive(tensor: Tensor, group: Group) -> None:
     """Sum all ranks' `tensor` on rank 0, rank by rank, and send the sum to each rank."""
-    rank, size = _enter(group)
+    rank, size = _check_group(group)
     incoming = torch.empty_like(tensor)
     if rank > 0:
         ranks.isend(tensor, 0, group).wait()
@@ -140,8 +140,8 @@ def all_reduce_ring(tensor: Tensor, group: Group) -> None:
 
     Each piece is summed once and then copied, so all ranks get bitwise equal results.
     """
-    rank, size = _enter(group)
-    pieces = split(tensor, size)
+    rank, size = _check_group(group)
+    pieces = split_evenly(tensor, size)
     reduce_scatter(pieces[rank], pieces, group)
     all_gather(pieces, pieces[rank], group)
 
@@ -161,31 +161,33 @@ def barrier(group: Group) -> None:
     In round k, each rank tells rank + 2^k that it and all ranks it has heard of have arrived. After
     log2 N rounds it has heard of all ranks (Hensgen, Finkel, Manber, IJPP 17 (1988)).
     """
-    rank, size = _enter(group)
+    rank, size = _check_group(group)
     device = ranks.device() if gpu.is_gpu_backend(dist.get_backend(group)) else "cpu"
-    here, heard = torch.zeros(2, 1, dtype=torch.uint8, device=device)
-    for reach in _powers(size):
-        ranks.exchange(here, (rank + reach) % size, heard, (rank - reach) % size, group).wait()
-        heard.item()  # on a GPU `wait` only blocks the stream; reading the value blocks the host
+    sent, received = torch.zeros(2, 1, dtype=torch.uint8, device=device)
+    for reach in _tree_distances(size):
+        ranks.exchange(sent, (rank + reach) % size, received, (rank - reach) % size, group).wait()
+        received.item()  # on a GPU `wait` only blocks the stream; reading the value blocks the host
 
 
-def bytes_sent(name: str, nbytes: int, itemsize: int, size: int, rank: int, root: int = 0) -> int:
+def count_bytes_sent(
+    name: str, nbytes: int, itemsize: int, size: int, rank: int, root: int = 0
+) -> int:
     """Return the exact number of bytes that `rank` of `size` sends in the collective `name`.
 
-    nbytes: S, the sum over all pieces, which are divided as `split` divides items of `itemsize`.
-    root: of a broadcast or a reduce.
+    nbytes: S, the sum over all pieces, which are cut as `split_evenly` cuts items of `itemsize`
+    bytes. root: of a broadcast or a reduce.
     """
     count, longer = divmod(nbytes // itemsize, size)
     piece = [(count + (j < longer)) * itemsize for j in range(size)]
-    place = (rank - root) % size
-    children = sum(place < reach and place + reach < size for reach in _powers(size))
+    offset = (rank - root) % size
+    children = sum(offset < reach and offset + reach < size for reach in _tree_distances(size))
     sent = {
         "broadcast": children * nbytes,
-        "reduce": (place > 0) * nbytes,
+        "reduce": (offset > 0) * nbytes,
         "reduce_scatter": nbytes - piece[rank],  # all but this rank's own piece
         "all_gather": nbytes - piece[(rank + 1) % size],  # all but the piece received last
         "all_to_all": nbytes - piece[rank],
-        "barrier": len(_powers(size)),
+        "barrier": len(_tree_distances(size)),
         "all_reduce naive": nbytes if rank else (size - 1) * nbytes,
     }
     sent["all_reduce tree"] = sent["reduce"] + sent["broadcast"]
@@ -199,7 +201,7 @@ def critical_path(name: str, size: int) -> tuple[int, float]:
     Thakur et al., section 4, with equal pieces. The naive all-reduce's messages share rank 0's
     link, but their latencies overlap.
     """
-    rounds, steps, fraction = len(_powers(size)), size - 1, (size - 1) / size
+    rounds, steps, fraction = len(_tree_distances(size)), size - 1, (size - 1) / size
     paths = dict.fromkeys(["broadcast", "reduce"], (rounds, float(rounds)))
     paths |= dict.fromkeys(["reduce_scatter", "all_gather", "all_to_all"], (steps, fraction))
     paths |= {"message": (1, 1.0), "barrier": (rounds, 0.0)}
@@ -229,32 +231,31 @@ class CostModel:
             alpha, beta = 0.0, float(a[:, 1].sum() / a[:, 1].square().sum())
         return cls(alpha, 1 / beta)
 
-    def seconds(self, name: str, nbytes: float, size: int = 2) -> float:
+    def predict_seconds(self, name: str, nbytes: float, size: int = 2) -> float:
         """Return the predicted seconds of the collective `name` on `nbytes` and `size` ranks."""
         messages, volume = critical_path(name, size)
         return messages * self.latency + volume * nbytes / self.bandwidth
 
-    def crossover(self, size: int) -> float:
+    def find_crossover(self, size: int) -> float:
         """Return the bytes from which a ring all-reduce is faster than a tree's (`size` > 1)."""
         ring, less = critical_path("all_reduce ring", size)
         tree, more = critical_path("all_reduce tree", size)
         return max(0.0, (ring - tree) / (more - less)) * self.latency * self.bandwidth
 
 
-def _powers(size: int) -> list[int]:
+def _tree_distances(size: int) -> list[int]:
     """Return 1, 2, 4, … below `size`: the distances between sender and receiver in a tree."""
     return [2**k for k in range((size - 1).bit_length())]
 
 
-def _enter(group: Group, root: int = 0) -> tuple[int, int]:
-    """Return this rank's number in `group` and the group's size."""
+def _check_group(group: Group, root: int = 0) -> tuple[int, int]:
     rank, size = ranks.check_group(group)
     check_integer(0, size - 1, root=root)
     return rank, size
 
 
-def _fit_together(pieces: Sequence[Tensor], tensor: Tensor, rank: int, size: int) -> None:
+def _check_sizes(pieces: Sequence[Tensor], tensor: Tensor, rank: int, size: int) -> None:
     sizes = [piece.numel() for piece in pieces]
     if len(sizes) != size or sizes[rank] != tensor.numel():
         needed = f"{size} tensors, that of rank {rank} with {tensor.numel()} elements"
-        raise ValueError(f"a list of tensors with {sizes} elements: needed are {needed}")
+        raise ValueError(f"tensors with {sizes} elements: the list must hold {needed}")

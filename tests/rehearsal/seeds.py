@@ -50,8 +50,8 @@ SEEDS = [
     Seed(
         "one bucket is not waited for",
         "shardlab/data_parallel/core.py",
-        "for bucket in self.buckets:\n            bucket.wait()\n        self._start",
-        "for bucket in self.buckets[:-1]:\n            bucket.wait()\n        self._start",
+        "for bucket in self.buckets:\n            bucket.wait()\n        self._reset",
+        "for bucket in self.buckets[:-1]:\n            bucket.wait()\n        self._reset",
         "contract.data",
         finding("race"),
     ),

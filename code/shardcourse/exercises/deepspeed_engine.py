@@ -141,7 +141,7 @@ _WANTED |= {"stage": 2, "bf16": False}
 @exercise("deepspeed_config")
 def _(answer: Any) -> str:
     try:
-        deepspeed_engine.check(answer, optimizer=True)
+        deepspeed_engine.check_config(answer, optimizer=True)
     except ValueError as error:
         raise Wrong(f"{error}.") from None
     found = run_answer(_engine, _RANKS, dict(answer), timeout=60)[0]
@@ -173,7 +173,9 @@ _CHOICES = [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "parameters"
 
 def _held(params: float, gpus: int, choice: tuple[int, str]) -> tuple[float, float]:
     """Return the bytes of model states on each GPU, and on the host for all GPUs together."""
-    states = memory.states(params, Layout(dp=gpus, zero=choice[0], offload=choice[1]), "bf16")
+    states = memory.estimate_states(
+        params, Layout(dp=gpus, zero=choice[0], offload=choice[1]), "bf16"
+    )
     return states.total, gpus * states.host
 
 

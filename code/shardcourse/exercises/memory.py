@@ -33,7 +33,7 @@ number("largest_model", 3.75, "billion parameters", rel=0.005,
 
 def _states(params: int, precision: str, optimizer: str, master: bool = True) -> float:
     copy = 0 if master or precision == "fp32" else 4 * params
-    return memory.states(params, precision=precision, optimizer=optimizer).total - copy
+    return memory.estimate_states(params, precision=precision, optimizer=optimizer).total - copy
 
 
 cases(
@@ -95,7 +95,7 @@ def _(answer: Callable[..., Any]) -> str:
 
 def _largest_batch(config: Config, limit: float) -> int:
     batch = 0
-    while memory.estimate(config, Layout(micro_batch=batch + 1)).peak <= limit:
+    while memory.estimate_step(config, Layout(micro_batch=batch + 1)).peak <= limit:
         batch += 1
     return batch
 
@@ -157,7 +157,7 @@ def _pieces(
             layout = Layout(
                 micro_batch=piece, microbatches=1 if steps else batch // piece, recompute=recompute
             )
-            if memory.estimate(config, layout).peak <= limit:
+            if memory.estimate_step(config, layout).peak <= limit:
                 return piece, recompute
     return None
 

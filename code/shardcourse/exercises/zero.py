@@ -145,7 +145,7 @@ def _smallest(
 ) -> int | None:
     """Return the smallest stage that fits; hidden: factor of the activations in a known mistake."""
     for stage in range(4):
-        states = memory.states(params, Layout(dp=ranks, zero=stage)).total
+        states = memory.estimate_states(params, Layout(dp=ranks, zero=stage)).total
         if states + hidden * activations <= limit:
             return stage
     return None

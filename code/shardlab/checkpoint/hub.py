@@ -43,7 +43,7 @@ from shardlab.layout.boxes import (
     infer_full_shapes,
     make_full_box,
 )
-from shardlab.zero.wrapper import Sharded
+from shardlab.zero.wrapper import ShardedModule
 
 from . import folder as files
 from . import hub_names, resharding
@@ -337,7 +337,7 @@ def _finish_save(
 
 def _get_config(model: nn.Module) -> Config:
     model = files.unwrap_model(model)
-    config = getattr(model.module if isinstance(model, Sharded) else model, "config", None)
+    config = getattr(model.module if isinstance(model, ShardedModule) else model, "config", None)
     if not isinstance(config, Config):
         raise ValueError(f"model={type(model).__name__}: must be a GPT, plain or sharded")
     return config

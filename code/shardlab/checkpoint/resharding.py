@@ -33,7 +33,7 @@ from shardlab.layout.parameters import list_params
 from shardlab.ranks import check_group
 from shardlab.ranks.gather import gather_objects
 from shardlab.ranks.p2p import exchange_all
-from shardlab.zero.wrapper import Sharded
+from shardlab.zero.wrapper import ShardedModule
 
 from .folder import strip_wrapper_names, unwrap_model
 
@@ -204,7 +204,7 @@ def list_pieces(model: nn.Module) -> list[TensorPiece]:
     `experts`, `zero`, `fully_shard` (or any other use of DTensors), or on a mesh.
     """
     model = unwrap_model(model)
-    if isinstance(model, Sharded):
+    if isinstance(model, ShardedModule):
         return model.pieces(_get_tensor_parallel_boxes(model.module))
     if hasattr(model, "pieces"):
         return model.pieces()
@@ -237,5 +237,5 @@ def _make_piece(name: str, tensor: Tensor, boxes: Mapping[str, Box]) -> TensorPi
 
 def notify_weights_changed(model: nn.Module) -> None:
     """Notify a model that its pieces have new values (collective)."""
-    if hasattr(model := unwrap_model(model), "changed"):
-        model.changed()
+    if hasattr(model := unwrap_model(model), "mark_changed"):
+        model.mark_changed()

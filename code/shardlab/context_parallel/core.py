@@ -22,7 +22,7 @@ Milakov and Gimelshein 2018, arXiv 1805.02867; over blocks: Dao et al. 2022, arX
     optimizer.step()
 
 The loss is a mean over s tokens on every rank. If some targets are ignored, ranks count different
-numbers of tokens: pass the sum of the losses to `data_parallel.joined_mean` instead.
+numbers of tokens: pass the sum of the losses to `data_parallel.scale_for_global_mean` instead.
 
 Shapes: B batch, S tokens in all, s = S/N of one rank, H hidden, A query heads, K key and value
 heads, D size of a head.

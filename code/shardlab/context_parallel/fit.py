@@ -3,7 +3,7 @@
 With context parallelism over cp ranks, each rank has the activations of S / cp tokens and a full
 copy of the weights. It also needs buffers for attention's messages, which are in flight while a
 layer's attention is computed, and for the copy of the gradients that is all-reduced at the end.
-`memory.estimate` covers everything else, and the effects of tensor and sequence parallelism.
+`memory.estimate_step` covers everything else, and the effects of tensor and sequence parallelism.
 
 A longer context adds the same bytes for each token, at every moment of the step, because no kernel
 here keeps scores. So the longest context that fits is found by bisection.
@@ -17,7 +17,7 @@ from typing import Any
 
 from shardlab.common.shapes import Config
 from shardlab.layout import SINGLE_RANK, Layout
-from shardlab.memory import PRECISIONS, estimate, in_flight
+from shardlab.memory import PRECISIONS, count_in_flight, estimate_step
 
 from .predict import predict_attention_memory
 
@@ -36,18 +36,18 @@ def predict_context_moments(
     """Return the bytes on one rank at each moment of a training step on contexts of `seq` tokens.
 
     layout: its cp ranks share a context. method: "ring" or "ulysses" attention. ZeRO shards over
-    all dp * cp ranks that have the same weights. choices: further arguments of `memory.estimate`
+    all dp * cp ranks that have the same weights. choices: arguments of `memory.estimate_step`
     (attention, optimizer, …). The largest value is the peak.
 
     seq: a multiple of `context_multiple`. With cp above 1, attention is fused, and dropout, window
-    and latent attention are not allowed. Raises ValueError as `memory.estimate` does.
+    and latent attention are not allowed. Raises ValueError as `memory.estimate_step` does.
     """
     assert seq % context_multiple(layout) == 0, (seq, layout)
     cp, tp, batch = layout.cp, layout.tp, layout.micro_batch
     # First a rank with its part of the context alone; the communication buffers are added below.
     copies = layout.dp * cp if layout.zero else layout.dp
     alone = replace(layout, dp=copies, cp=1)
-    found = estimate(config, alone, seq // cp, precision, device=device, **choices)
+    found = estimate_step(config, alone, seq // cp, precision, device=device, **choices)
     moments = dict(found.moments)
     if cp == 1:
         return moments
@@ -62,7 +62,7 @@ def predict_context_moments(
     # output twice (heads first and tokens first) and a GPU once.
     kept = cut["kept"] - one["kept"] - (query if device == "cpu" and heads > 1 else 0)
     # The first pipeline stage has the most micro-batches in flight.
-    layers = int(config.layers // layout.pp * in_flight(layout))
+    layers = int(config.layers // layout.pp * count_in_flight(layout))
     if layout.recompute == "full":
         layers = 1
         computed_again = {"ffn", "norm"}

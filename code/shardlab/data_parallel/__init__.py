@@ -13,7 +13,7 @@ from .core import (
     assign_buckets,
     average_gradients,
     average_in_buckets,
-    drift,
-    joined_mean,
-    step_seconds,
+    measure_drift,
+    predict_step_seconds,
+    scale_for_global_mean,
 )

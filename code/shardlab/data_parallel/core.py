@@ -27,7 +27,7 @@ from torch import nn
 from shardlab import ranks
 from shardlab.common.arguments import check_integer
 from shardlab.data_parallel import buckets
-from shardlab.data_parallel.buckets import MIB, Backward, copy_from_rank_0
+from shardlab.data_parallel.buckets import MIB, BackwardTracker, copy_from_rank_0
 
 
 def average_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -45,7 +45,7 @@ def assign_buckets(
     """
     check_integer(bucket_bytes=bucket_bytes, first_bytes=first_bytes)
     trained = [p for p in parameters if p.requires_grad]
-    return buckets.deal(reversed(trained), bucket_bytes, first_bytes)
+    return buckets.split_into_buckets(reversed(trained), bucket_bytes, first_bytes)
 
 
 class Bucket:
@@ -65,13 +65,13 @@ class Bucket:
         self.flat = parameters[0].detach().new_zeros(sum(sizes) + len(sizes))
         *pieces, self.had_gradient = self.flat.split([*sizes, len(sizes)])
         self.views = [v.view(p.shape) for v, p in zip(pieces, parameters, strict=True)]
-        self.expect_all()
+        self.mark_all_pending()
 
-    def expect_all(self) -> None:
+    def mark_all_pending(self) -> None:
         """Mark all gradients as pending, before a new step."""
         self.pending = set(range(len(self.parameters)))
 
-    def place(self, index: int, scale: float) -> None:
+    def copy_gradient(self, index: int, scale: float) -> None:
         """Copy `scale` times the gradient of parameter `index` into its view of `flat`."""
         view = self.views[index]
         gradient = self.parameters[index].grad
@@ -81,36 +81,36 @@ class Bucket:
         elif scale != 1:
             view.mul_(scale)
 
-    def launch(self) -> None:
+    def start_all_reduce(self) -> None:
         """Start the all-reduce of `flat`, without waiting for its end."""
         self.had_gradient.fill_(self.scale)
-        self.absent = [i for i in self.pending if self.parameters[i].grad is None]
+        self.missing = [i for i in self.pending if self.parameters[i].grad is None]
         for index in self.pending:
-            if index in self.absent:
+            if index in self.missing:
                 self.views[index].zero_()  # it still held the previous step's gradient
                 self.had_gradient[index] = 0
             else:
-                self.place(index, self.scale)
+                self.copy_gradient(index, self.scale)
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)  # [numel + params]
 
-    def launch_broken(self) -> None:
+    def start_nan_all_reduce(self) -> None:
         """Start an all-reduce of nan after an error in backward: no rank must train with it."""
-        self.absent = []
+        self.missing = []
         self.work = dist.all_reduce(self.flat.fill_(math.nan), group=self.group, async_op=True)
 
     def wait(self) -> None:
         """Wait for the all-reduce. With NCCL the GPU's stream waits, not this process."""
         self.work.wait()
-        for index in self.absent:  # usually empty; the comparison below synchronizes with the GPU
+        for index in self.missing:  # usually empty; the comparison below synchronizes with the GPU
             if self.had_gradient[index] > 0:  # another rank had a gradient
                 self.parameters[index].grad = self.views[index]
-        self.expect_all()
+        self.mark_all_pending()
 
 
 def average_in_buckets(buckets: Sequence[Bucket]) -> None:
     """Step 2: average all gradients after backward, with one asynchronous all-reduce a bucket."""
     for bucket in buckets:
-        bucket.launch()
+        bucket.start_all_reduce()
     for bucket in buckets:
         bucket.wait()
 
@@ -155,20 +155,20 @@ class DataParallel(nn.Module):
         ranks.check_model(module, group, **sizes, broadcast_buffers=broadcast_buffers)
         self.module, self.group, self.broadcast_buffers = module, group, broadcast_buffers
         copy_from_rank_0([*module.parameters(), *module.buffers()], group)
-        dealt = assign_buckets(module.parameters(), bucket_bytes, first_bytes)
-        self.buckets = [Bucket(parameters, group) for parameters in dealt]
+        assigned = assign_buckets(module.parameters(), bucket_bytes, first_bytes)
+        self.buckets = [Bucket(parameters, group) for parameters in assigned]
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
-                hook = partial(self._arrived, bucket, index)
+                hook = partial(self._on_grad_ready, bucket, index)
                 parameter.register_post_accumulate_grad_hook(hook)
-        self._synchronise, self._backward = True, Backward()
-        self._start_over()
+        self._require_sync, self._backward = True, BackwardTracker()
+        self._reset_backward_state()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module."""
-        if self._backward.unfinished:  # an error interrupted the last backward
-            self._give_up()
-        if self.broadcast_buffers and self.training and self._synchronise:
+        if self._backward.is_unfinished:  # an error interrupted the last backward
+            self._discard_backward()
+        if self.broadcast_buffers and self.training and self._require_sync:
             copy_from_rank_0(self.module.buffers(), self.group)
         return self.module(*args, **kwargs)
 
@@ -178,50 +178,52 @@ class DataParallel(nn.Module):
 
         Run all micro-batches of a step but the last one inside (Li, section 3.2.4).
         """
-        before, self._synchronise = self._synchronise, False
+        before, self._require_sync = self._require_sync, False
         try:
             yield
         finally:
-            self._synchronise = before
+            self._require_sync = before
 
-    def _start_over(self) -> None:
-        self._backward.over()
+    def _reset_backward_state(self) -> None:
+        self._backward.mark_ended()
         self._sent = 0  # number of buckets whose all-reduce has started
         for bucket in self.buckets:
-            bucket.expect_all()
+            bucket.mark_all_pending()
 
-    def _give_up(self) -> None:
+    def _discard_backward(self) -> None:
         """Discard a failed backward: send the missing buckets as nan, so that no rank hangs."""
         for bucket in self.buckets[self._sent :]:
-            bucket.launch_broken()
+            bucket.start_nan_all_reduce()
         for bucket in self.buckets:
             bucket.work.wait()
             for parameter in bucket.parameters:
                 parameter.grad = None
-        self._start_over()
+        self._reset_backward_state()
 
-    def _arrived(self, bucket: Bucket, index: int, _parameter: torch.Tensor) -> None:
+    def _on_grad_ready(self, bucket: Bucket, index: int, _parameter: torch.Tensor) -> None:
         """Copy a complete gradient into its bucket; send buckets that are full (autograd hook)."""
-        self._backward.begins(self._finish if self._synchronise else None)
-        if not self._synchronise:
-            return bucket.place(index, 1)
-        bucket.place(index, bucket.scale)
+        self._backward.mark_started(self._finalize_backward if self._require_sync else None)
+        if not self._require_sync:
+            return bucket.copy_gradient(index, 1)
+        bucket.copy_gradient(index, bucket.scale)
         bucket.pending.discard(index)
         while self._sent < len(self.buckets) and not self.buckets[self._sent].pending:
-            self.buckets[self._sent].launch()
+            self.buckets[self._sent].start_all_reduce()
             self._sent += 1
 
-    def _finish(self) -> None:
+    def _finalize_backward(self) -> None:
         """Send the buckets that missing gradients have delayed, and wait for all buckets."""
         for bucket in self.buckets[self._sent :]:
-            bucket.launch()
+            bucket.start_all_reduce()
         for bucket in self.buckets:
             bucket.wait()
-        self._start_over()
+        self._reset_backward_state()
 
 
-def joined_mean(loss_sum: torch.Tensor, count: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return a loss whose gradients, averaged over ranks, are those of the joined batch's mean.
+def scale_for_global_mean(
+    loss_sum: torch.Tensor, count: int, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Scale a loss so that its gradients, averaged over ranks, are the joined batch's.
 
     loss_sum: the sum of the losses of this rank's `count` samples (or tokens), a scalar. The result
     is loss_sum * N / (sum of all ranks' counts). Its average over ranks is the mean over the joined
@@ -231,12 +233,12 @@ def joined_mean(loss_sum: torch.Tensor, count: int, group: dist.ProcessGroup) ->
     total = torch.full((), count, device=loss_sum.device)  # created there: no synchronization
     dist.all_reduce(total, group=group)  # a scalar
     if count == 0 and total == 0:  # `total` is read, which synchronizes, only if count is 0
-        raise ValueError("count=0 on every rank: the joined batch needs one sample at least")
+        raise ValueError("count=0: must be at least 1 on one of the ranks")
     return loss_sum * dist.get_world_size(group) / total
 
 
 @torch.no_grad()
-def drift(module: nn.Module, group: dist.ProcessGroup) -> float:
+def measure_drift(module: nn.Module, group: dist.ProcessGroup) -> float:
     """Return the largest parameter difference between a rank and rank 0: 0.0 if all are equal."""
     ranks.check_trainable(module, group)
     gaps = []
@@ -249,11 +251,11 @@ def drift(module: nn.Module, group: dist.ProcessGroup) -> float:
     return worst.item()
 
 
-def step_seconds(
+def predict_step_seconds(
     forward: float,
     backward: float,
     sizes: Sequence[int],
-    wire: Callable[[int], float],
+    all_reduce_seconds: Callable[[int], float],
     overlap: bool = True,
 ) -> float:
     """Return the predicted seconds of forward, backward and the buckets' all-reduces.
@@ -264,5 +266,5 @@ def step_seconds(
     ready = free = forward
     for size in sizes:
         ready += backward * size / sum(sizes)
-        free = max(free, ready if overlap else forward + backward) + wire(size)
+        free = max(free, ready if overlap else forward + backward) + all_reduce_seconds(size)
     return max(forward + backward, free)

@@ -1,7 +1,7 @@
 """Timelines of computation and communication with and without overlap, measured and drawn.
 
-`trace` runs on ranks and measures; `timeline` draws the runs that `trace` returns. The lesson on
-data parallelism and its picture use both.
+`trace_steps` measures on ranks; `draw_timeline` draws its runs. The lesson on data parallelism and
+its picture use both.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COLORS = show.RANK_COLORS
 Run = dict[str, Any]
 
 
-def trace(batch: int, steps: int, latency: float, bandwidth: float) -> dict[str, list[Run]]:
+def trace_steps(batch: int, steps: int, latency: float, bandwidth: float) -> dict[str, list[Run]]:
     """Time steps with and without overlap, in turn, on an emulated link (runs on each rank).
 
     Each step is {"forward": end, "backward": end, "wait": end, "step": end, "buckets": [[ready,
@@ -38,8 +38,8 @@ def trace(batch: int, steps: int, latency: float, bandwidth: float) -> dict[str,
     wire = link.create_slow_group(latency, bandwidth)
     plain = GPT(PRESETS["mini"])
     hooked = DataParallel(copy.deepcopy(plain), wire, bucket_bytes=4 * MIB)
-    dealt = assign_buckets(plain.parameters(), bucket_bytes=4 * MIB)
-    buckets = [Bucket(parameters, wire) for parameters in dealt]
+    assigned = assign_buckets(plain.parameters(), bucket_bytes=4 * MIB)
+    buckets = [Bucket(parameters, wire) for parameters in assigned]
     optimizers = {model: torch.optim.AdamW(model.parameters()) for model in (plain, hooked)}
     tokens, targets = text.get_batch(128, batch, start=batch * dist.get_rank())
 
@@ -70,12 +70,12 @@ def trace(batch: int, steps: int, latency: float, bandwidth: float) -> dict[str,
     return {"without": [run[0] for run in runs], "with": [run[1] for run in runs]}
 
 
-def middle(runs: list[Run]) -> Run:
+def pick_median(runs: list[Run]) -> Run:
     """Return the run whose step took the median time."""
     return sorted(runs, key=lambda run: run["step"])[len(runs) // 2]
 
 
-def timeline(without: Run, with_overlap: Run) -> Figure:
+def draw_timeline(without: Run, with_overlap: Run) -> Figure:
     """Draw one rank's computation and communication, without and with overlap, over time."""
     show.set_style()
     figure, panels = plt.subplots(2, 1, figsize=(4.7, 3.9), sharex=True)
@@ -85,7 +85,7 @@ def timeline(without: Run, with_overlap: Run) -> Figure:
         (panels[0], without, "backward first, then the wire"),
         (panels[1], with_overlap, "each bucket leaves as soon as it is full"),
     ):
-        _lanes(axes, run)
+        _draw_lanes(axes, run)
         axes.set_title(f"{words}: {1e3 * run['step']:.0f} ms", loc="left", fontsize=10.5)
         axes.set_xlim(0, 1.03 * longest)
     gain = 1 - with_overlap["step"] / without["step"]
@@ -105,36 +105,36 @@ def timeline(without: Run, with_overlap: Run) -> Figure:
     return figure
 
 
-def _lanes(axes: Axes, run: Run) -> None:
+def _draw_lanes(axes: Axes, run: Run) -> None:
     """Draw one run: the rank's computation in the upper lane, its link in the lower lane."""
     axes.set_ylim(-0.4, 2.2)
     axes.set_yticks([1.4, 0.1], ["compute", "wire"])
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
 
-    def bar(begin: float, end: float, y: float, color: str, **style: Any) -> None:
+    def draw_bar(begin: float, end: float, y: float, color: str, **style: Any) -> None:
         style = {"lw": 0} | style
         axes.add_patch(Rectangle((begin, y - 0.4), end - begin, 0.8, fc=color, **style))
 
-    def label(begin: float, end: float, words: str) -> None:
+    def draw_label(begin: float, end: float, words: str) -> None:
         axes.text((begin + end) / 2, 1.97, words, ha="center", va="center", fontsize=10)
 
     forward, backward, wait, step = (run[k] for k in ("forward", "backward", "wait", "step"))
-    bar(0, forward, 1.4, "none", ec=INK, lw=0.8)
-    label(0, forward, "forward")
-    label(forward, backward, "backward")
+    draw_bar(0, forward, 1.4, "none", ec=INK, lw=0.8)
+    draw_label(0, forward, "forward")
+    draw_label(forward, backward, "backward")
     if wait - backward > 0.25 * step:  # wide enough for the label
-        label(backward, wait, "waiting")
-    bar(wait, step, 1.4, "none", ec=INK, lw=0.8)
-    label(wait, step, "step")
+        draw_label(backward, wait, "waiting")
+    draw_bar(wait, step, 1.4, "none", ec=INK, lw=0.8)
+    draw_label(wait, step, "step")
     together = run["buckets"][0][0] >= backward  # no bucket was sent before backward ended
     if together:
-        bar(forward, backward, 1.4, COLORS[0])
+        draw_bar(forward, backward, 1.4, COLORS[0])
     begin = forward
     for number, (ready, leaves, arrives) in enumerate(run["buckets"]):
         color = COLORS[0] if number % 2 else COLORS[4]
         if not together:
-            bar(begin, ready, 1.4, color)
+            draw_bar(begin, ready, 1.4, color)
             axes.plot([ready, leaves], [1.0, 0.5], color=INK, lw=0.7, alpha=0.6)
             begin = ready
-        bar(leaves, arrives, 0.1, color)
+        draw_bar(leaves, arrives, 0.1, color)

@@ -18,7 +18,7 @@ from shardlab.layout import Layout
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WAYS = {
+MODES = {
     "one": "one process",
     "data": "data parallel",
     "zero1": "ZeRO-1",
@@ -28,13 +28,16 @@ WAYS = {
     "tensor": "tensor parallel",
     "mixed": "tensor × ZeRO-1",
 }
-WORK = ("inference", "training")
-NUMBERS = {"fp32": 4, "bf16": 2}  # bytes of a weight or gradient; optimizer states have four
+PHASES = ("inference", "training")
+BYTES_PER_VALUE = {
+    "fp32": 4,
+    "bf16": 2,
+}  # weights and gradients; states have four
 
 
 @dataclass(frozen=True)
 class Task:
-    """The computation of all ranks together, equal for each way.
+    """The computation of all ranks together, equal for each mode.
 
     batch: sequences B; prompt: tokens of each prompt; new: tokens generated after the prompt; seq:
     tokens S of a training sequence; steps: timed optimizer steps, after one warm-up step.
@@ -52,7 +55,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Report:
-    """The cost of one way, and its results for comparison.
+    """The cost of one mode, and its results for comparison.
 
     tokens: trained, or generated. seconds: of the slowest rank, without start-up. flops, moved:
     floating-point operations, and bytes to and from memory, of all ranks. price: per GPU hour;
@@ -61,7 +64,7 @@ class Report:
     built the model.
     """
 
-    way: str
+    mode: str
     work: str
     ranks: int
     tokens: int
@@ -70,32 +73,32 @@ class Report:
     moved: int
     price: float | None
     outcome: Tensor
-    built: int = 0
+    build_peak: int = 0
 
     @property
-    def rate(self) -> float:
+    def tokens_per_second(self) -> float:
         """Tokens per second."""
         return self.tokens / self.seconds
 
     @property
-    def tflops(self) -> float:
+    def total_tflops(self) -> float:
         """10^12 floating-point operations per second, of all ranks together."""
         return self.flops / self.seconds / 1e12
 
     @property
-    def intensity(self) -> float:
+    def flops_per_byte(self) -> float:
         """Floating-point operations per byte moved to or from memory."""
         return self.flops / self.moved
 
     @property
-    def cost(self) -> float | None:
+    def cost_per_million(self) -> float | None:
         """Price of a million tokens, where every rank is a GPU with a price."""
         if self.price is None:
             return None
         return self.price * self.ranks * self.seconds / 3600 / self.tokens * 1e6
 
 
-def matrices(shape: Any) -> int:
+def count_matrix_parameters(shape: Any) -> int:
     """Return the parameters of a Llama's matrices, the head's included, without the embedding.
 
     shape: a LlamaConfig. The matrices are query, output, key, value, gate, up, down and the head.
@@ -114,7 +117,7 @@ def training_flops(shape: Any, batch: int, seq: int) -> int:
     (Narayanan et al., SC 2021, appendix; Chowdhery et al., PaLM, appendix B).
     """
     attention = 12 * shape.num_hidden_layers * shape.hidden_size * seq
-    return batch * seq * (6 * matrices(shape) + attention)
+    return batch * seq * (6 * count_matrix_parameters(shape) + attention)
 
 
 def inference_flops(shape: Any, batch: int, prompt: int, new: int) -> int:
@@ -126,11 +129,11 @@ def inference_flops(shape: Any, batch: int, prompt: int, new: int) -> int:
     head = shape.vocab_size * shape.hidden_size
     attention = 4 * shape.num_hidden_layers * shape.hidden_size
     passes = [(prompt, prompt)] + [(1, prompt + i) for i in range(1, new)]  # (tokens, context)
-    body = sum(n * (2 * (matrices(shape) - head) + attention * c) for n, c in passes)
+    body = sum(n * (2 * (count_matrix_parameters(shape) - head) + attention * c) for n, c in passes)
     return batch * (body + len(passes) * 2 * head)
 
 
-def training_moved(read: int, own: int, gathered: bool, number: int = 4) -> int:
+def training_bytes_moved(read: int, own: int, gathered: bool, number: int = 4) -> int:
     """Return a rank's bytes to and from memory in one step, without activations.
 
     read: parameters that its forward pass reads; own: parameters that its optimizer updates, for
@@ -143,11 +146,13 @@ def training_moved(read: int, own: int, gathered: bool, number: int = 4) -> int:
     return number * (passes + own) + (4 * 2 * 3 + written) * own
 
 
-def inference_moved(shape: Any, task: Task, layout: Layout, read: int, number: int = 4) -> int:
+def inference_bytes_moved(
+    shape: Any, task: Task, layout: Layout, read: int, number: int = 4
+) -> int:
     """Return a rank's bytes to and from memory for generation: weights of each pass, KV cache.
 
     Tensor-parallel ranks shard the heads, and so the KV cache [L, 2, batch, context, keys]. read,
-    number: as in `training_moved`; elements of the cache have `number` bytes, too.
+    number: as in `training_bytes_moved`; elements of the cache have `number` bytes, too.
     """
     head = shape.hidden_size // shape.num_attention_heads
     token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * head // layout.tp
@@ -157,41 +162,43 @@ def inference_moved(shape: Any, task: Task, layout: Layout, read: int, number: i
     return number * (passes * read + layout.micro_batch * token * cache)
 
 
-def table(
+def show_table(
     reports: Sequence[Report], failed: Mapping[str, str] | None = None, caption: str = ""
 ) -> show.DisplayResult:
-    """Show a table with a row for each report, and for each way that `failed`, with its cause."""
-    head = ["work", "way", "ranks", "tokens", "total time (s)", "tokens/s", "TFLOP/s"]
+    """Show a table with a row for each report, and for each mode that `failed`, with its cause."""
+    head = ["work", "mode", "ranks", "tokens", "total time (s)", "tokens/s", "TFLOP/s"]
     head += ["FLOP/byte", "held to build (MB)"]
     rows = []
     for r in reports:
-        row = [r.work, WAYS[r.way], r.ranks, r.tokens, f"{r.seconds:.3f}", f"{r.rate:,.0f}"]
-        row += [f"{r.tflops:.4f}", f"{r.intensity:.1f}", f"{r.built / 1e6:.1f}"]
-        rows.append(row if r.cost is None else [*row, f"{r.cost:.2f}"])
-    if any(r.cost is not None for r in reports):
+        speeds = f"{r.tokens_per_second:,.0f}", f"{r.total_tflops:.4f}", f"{r.flops_per_byte:.1f}"
+        row = [r.work, MODES[r.mode], r.ranks, r.tokens, f"{r.seconds:.3f}", *speeds]
+        row += [f"{r.build_peak / 1e6:.1f}"]
+        rows.append(row if r.cost_per_million is None else [*row, f"{r.cost_per_million:.2f}"])
+    if any(r.cost_per_million is not None for r in reports):
         head += ["cost per million tokens"]
-    for way, why in (failed or {}).items():
-        rows.append(["", WAYS[way], *["–"] * (len(head) - 3), why])
+    for mode, why in (failed or {}).items():
+        rows.append(["", MODES[mode], *["–"] * (len(head) - 3), why])
     return show.table(rows, head, caption)
 
 
-def picture(reports: Sequence[Report]) -> Figure:
-    """Draw speed and intensity of each way: a row for inference and one for training."""
+def draw_bars(reports: Sequence[Report]) -> Figure:
+    """Draw tokens/s and FLOP per byte of each mode: a row for inference and one for training."""
     import matplotlib.pyplot as plt
 
     show.set_style()
-    kinds = [work for work in WORK if any(r.work == work for r in reports)]
+    kinds = [work for work in PHASES if any(r.work == work for r in reports)]
     figure, panels = plt.subplots(len(kinds), 2, figsize=(6.6, 1.9 * len(kinds)), squeeze=False)
     figure.subplots_adjust(wspace=0.18, hspace=0.75)
-    measures = [("tokens/s", "rate", ",.0f"), ("FLOP per byte", "intensity", ".1f")]
+    measures = [("tokens/s", "tokens_per_second", ",.0f")]
+    measures += [("FLOP per byte", "flops_per_byte", ".1f")]
     for row, work in zip(panels, kinds, strict=True):
         chosen = [r for r in reports if r.work == work]
         for axes, (title, name, form) in zip(row, measures, strict=True):
             values = [getattr(r, name) for r in chosen]
             bars = axes.barh(
-                [WAYS[r.way] for r in chosen],
+                [MODES[r.mode] for r in chosen],
                 values,
-                color=[show.RANK_COLORS[list(WAYS).index(r.way)] for r in chosen],
+                color=[show.RANK_COLORS[list(MODES).index(r.mode)] for r in chosen],
             )
             axes.bar_label(bars, [format(v, form) for v in values], padding=2, fontsize=9)
             axes.set_xlim(0, 1.45 * max(values))

@@ -1,9 +1,9 @@
 """DeepSpeed's engine from initialization to checkpoints, in the order of the lesson.
 
 1. `initialize` wraps a model in the engine, and `step` makes one optimizer step with it;
-2. `config` builds the engine's configuration dictionary;
-3. `recompute` enables activation checkpointing, which the configuration alone does not;
-4. `save` and `load` handle checkpoints; `to_universal` converts one for any number of ranks.
+2. `build_config` builds the engine's configuration dictionary;
+3. `enable_recompute` enables activation checkpointing, which the configuration alone does not;
+4. checkpoints: `save_checkpoint`, `load_checkpoint`, and `to_universal` for any number of ranks.
 
 DeepSpeed keeps some of its state for the whole process: use separate processes for an engine with a
 pipeline, an engine with tensor parallelism, and an engine with neither.
@@ -27,8 +27,8 @@ from shardlab.gpt import model as plain
 from shardlab.layout import SINGLE_RANK, Layout
 
 from . import schema
-from .pipe import is_pipeline
-from .start import prepare, quiet
+from .pipeline import is_pipeline
+from .setup import import_deepspeed, suppress_output
 
 Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -40,24 +40,24 @@ def initialize(
 ) -> Any:
     """Wrap `module` in DeepSpeed's engine, on every rank of the default process group.
 
-        engine = initialize(GPT(PRESETS["nano"]), config(Layout(2, zero=3, micro_batch=2)))
+        engine = initialize(GPT(PRESETS["nano"]), build_config(Layout(2, zero=3)))
         loss(engine(tokens), targets)   # then engine.backward(...), engine.step(); or use `step`
 
     module: the same on every rank; it is moved to the rank's device, and the engine takes it over.
-        A module from `pipeline` gives DeepSpeed's PipelineEngine.
-    config: from `config`, or any dict in DeepSpeed's own format.
+        A module from `to_pipeline_module` gives DeepSpeed's PipelineEngine.
+    config: from `build_config`, or any dict in DeepSpeed's own format.
     optimizer: a function from parameters to an optimizer, or an optimizer over all of `module`'s
         parameters; None: the config's section "optimizer" if there is one, else torch's AdamW with
         a learning rate of 1e-3. (DeepSpeed compiles the fast optimizers of its "optimizer" section
         unless "torch_adam" is set.)
     """
-    deepspeed = prepare()
+    deepspeed = import_deepspeed()
     settings = dict(config)
     if optimizer is None and "optimizer" not in settings:
         optimizer = partial(torch.optim.AdamW, lr=1e-3, foreach=False)
     device = ranks.device()
-    join()
-    with quiet():
+    init_distributed()
+    with suppress_output():
         engine, *_ = deepspeed.initialize(
             model=module.to(device),
             optimizer=optimizer,
@@ -67,12 +67,12 @@ def initialize(
     return engine
 
 
-def join() -> None:
+def init_distributed() -> None:
     """Make DeepSpeed use this rank's process group and device; call it before building a model."""
-    deepspeed, device = prepare(), ranks.device()
+    deepspeed, device = import_deepspeed(), ranks.device()
     # DeepSpeed reads the GPU's number from LOCAL_RANK; ranks may share a GPU.
     os.environ["LOCAL_RANK"] = str(device.index or 0)
-    with quiet():
+    with suppress_output():
         deepspeed.init_distributed()
 
 
@@ -88,13 +88,13 @@ def step(engine: Any, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> float:
     """
     wanted = engine.gradient_accumulation_steps()
     if len(micro_batches) != wanted:
-        raise ValueError(f"micro_batches: {len(micro_batches)} of them; allowed is {wanted}")
+        raise ValueError(f"micro_batches: {len(micro_batches)} of them; must be {wanted}")
     if any((targets == plain.IGNORED).any() for _, targets in micro_batches):
-        raise ValueError("targets: -100 is among them; allowed are targets that all count")
+        raise ValueError("targets: must not contain -100, because all targets must count")
     device = ranks.device()
     batches = [(tokens.to(device), targets.to(device)) for tokens, targets in micro_batches]
     if is_pipeline(engine):
-        with quiet():
+        with suppress_output():
             return engine.train_batch(iter(batches)).item()
     total = torch.zeros((), dtype=torch.float64, device=device)  # float64: no rounding error
     for tokens_BS, targets_BS in batches:
@@ -108,7 +108,7 @@ def step(engine: Any, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> float:
 
 # Tensor parallelism of the plain GPT's matrices: "column" shards the outputs, and "row" shards the
 # inputs, so that the ranks' outputs have to be summed (Shoeybi et al., "Megatron-LM", section 3).
-COURSE_PLAN = {
+COURSE_TP_PLAN = {
     "use_default_specs": False,
     "layer_specs": [
         {"patterns": [r".*\.(query|key|value|up|gate)\.weight$"], "partition_type": "column"},
@@ -117,7 +117,7 @@ COURSE_PLAN = {
 }
 
 
-def config(
+def build_config(
     layout: Layout = SINGLE_RANK,
     *,
     precision: str = "fp32",
@@ -132,7 +132,7 @@ def config(
         optimizer's states and step (ZeRO stages 1 to 3), "parameters" also the parameters.
         recompute="full" adds the section "activation_checkpointing". In a pipeline, where DeepSpeed
         itself calls the layers, that section enables recomputation. Elsewhere it changes nothing on
-        its own: see the function `recompute`.
+        its own: see the function `enable_recompute`.
     precision: "fp32"; "bf16" or "fp16" for parameters, with fp32 master weights.
     clipping: largest global norm of the gradients; 0 for no clipping.
     tp_plan: plan of automatic tensor parallelism: "course" for the plain GPT, the name of one of
@@ -153,12 +153,12 @@ def config(
       which computes the same sums in another order.
     - With tp above 1, DeepSpeed computes train_batch_size over all ranks, as if tensor-parallel
       ranks had different samples, and refuses the true size. This function leaves it out.
-    - DeepSpeed ignores an unknown name at the top level. Here it is an error (see `check`).
+    - DeepSpeed ignores an unknown name at the top level. Here it is an error (see `check_config`).
 
     Raises ValueError for arguments that cannot be combined.
     """
     schema.check_together(layout, precision, clipping, device)
-    built: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": layout.micro_batch,
         "gradient_accumulation_steps": layout.microbatches,  # a pipeline's micro-batches, too
         "train_batch_size": layout.global_batch,
@@ -168,44 +168,44 @@ def config(
         "steps_per_print": 10**9,  # never
     }
     if layout.offload != "none":
-        built["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-        built["zero_force_ds_cpu_optimizer"] = False
+        settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        settings["zero_force_ds_cpu_optimizer"] = False
     if layout.offload == "parameters":
-        built["zero_optimization"]["offload_param"] = {"device": "cpu"}
+        settings["zero_optimization"]["offload_param"] = {"device": "cpu"}
     if precision != "fp32":
-        built[precision] = {"enabled": True}
+        settings[precision] = {"enabled": True}
     if layout.tp > 1:
-        del built["train_batch_size"]  # DeepSpeed would check it against all ranks, tp included
-        built["tensor_parallel"] = {"autotp_size": layout.tp, **_plan(tp_plan)}
+        del settings["train_batch_size"]  # DeepSpeed would check it against all ranks, tp included
+        settings["tensor_parallel"] = {"autotp_size": layout.tp, **_tp_section(tp_plan)}
     again = layout.recompute == "full"
     if layout.pp > 1:
-        built["pipeline"] = {"stages": layout.pp}
+        settings["pipeline"] = {"stages": layout.pp}
         if again:  # use_reentrant=True, the default, would leave the embedding without gradient
-            built["pipeline"] |= {"activation_checkpoint_interval": 1, "use_reentrant": False}
+            settings["pipeline"] |= {"activation_checkpoint_interval": 1, "use_reentrant": False}
     elif again:
-        built["activation_checkpointing"] = {"partition_activations": False}
-    _merge(built, more)
-    schema.check(built, optimizer=True)
-    return built
+        settings["activation_checkpointing"] = {"partition_activations": False}
+    _merge_config(settings, more)
+    schema.check_config(settings, optimizer=True)
+    return settings
 
 
-def _plan(plan: str | Mapping[str, Any]) -> dict[str, Any]:
+def _tp_section(plan: str | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(plan, Mapping):
         return {"partition_config": dict(plan)}
     if plan == "course":
-        return {"partition_config": COURSE_PLAN}
-    return {"preset_model": plan}  # `schema.check` raises for an unknown preset
+        return {"partition_config": COURSE_TP_PLAN}
+    return {"preset_model": plan}  # `schema.check_config` raises for an unknown preset
 
 
-def _merge(built: dict[str, Any], more: Mapping[str, Any]) -> None:
+def _merge_config(settings: dict[str, Any], more: Mapping[str, Any]) -> None:
     for key, value in more.items():
-        if isinstance(value, Mapping) and isinstance(built.get(key), dict):
-            _merge(built[key], value)
+        if isinstance(value, Mapping) and isinstance(settings.get(key), dict):
+            _merge_config(settings[key], value)
         else:
-            built[key] = value
+            settings[key] = value
 
 
-def recompute(module: nn.Module, config: Mapping[str, Any] | None = None) -> nn.Module:
+def enable_recompute(module: nn.Module, config: Mapping[str, Any] | None = None) -> nn.Module:
     """Enable activation checkpointing for each block of `module`, in place; return `module`.
 
     config: settings with the section "activation_checkpointing" that DeepSpeed shall use.
@@ -214,27 +214,27 @@ def recompute(module: nn.Module, config: Mapping[str, Any] | None = None) -> nn.
     each block do. The configuration's section only sets options: on its own it changes nothing.
     Call it on a rank. (Chen et al., arXiv 1604.06174.)
     """
-    checkpointing = prepare().checkpointing
+    checkpointing = import_deepspeed().checkpointing
     if config is not None:
-        with quiet():
+        with suppress_output():
             checkpointing.configure(None, deepspeed_config=dict(config))
     for block in module.blocks:
         block.forward = partial(checkpointing.checkpoint, block.forward)
     return module
 
 
-def save(engine: Any, directory: str | Path, tag: str | None = None) -> None:
+def save_checkpoint(engine: Any, directory: str | Path, tag: str | None = None) -> None:
     """Save model, optimizer and step count (collective). tag: by default global_step<n>.
 
     DeepSpeed 0.19.8 cannot load a checkpoint of a 16-bit pipeline without ZeRO (KeyError: 0).
     """
-    prepare()
-    with quiet():
+    import_deepspeed()
+    with suppress_output():
         engine.save_checkpoint(str(directory), tag=tag)
     dist.barrier()  # a rank that returns may read the other ranks' files
 
 
-def load(engine: Any, directory: str | Path, tag: str | None = None) -> None:
+def load_checkpoint(engine: Any, directory: str | Path, tag: str | None = None) -> None:
     """Load a checkpoint into an engine with the same ZeRO stage and number of ranks.
 
     tag: by default the last. If the engine's configuration sets checkpoint.load_universal, the
@@ -242,9 +242,9 @@ def load(engine: Any, directory: str | Path, tag: str | None = None) -> None:
 
     Raises FileNotFoundError if there is no such checkpoint.
     """
-    prepare()
-    folder = folder_of(directory, tag, universal=engine.load_universal_checkpoint())
-    with quiet():
+    import_deepspeed()
+    folder = find_checkpoint(directory, tag, universal=engine.load_universal_checkpoint())
+    with suppress_output():
         engine.load_checkpoint(str(directory), tag=folder.name)
 
 
@@ -257,14 +257,14 @@ def to_universal(directory: str | Path, tag: str | None = None) -> Path:
 
     Raises FileNotFoundError if there is no such checkpoint, ValueError for one without ZeRO.
     """
-    prepare()
+    import_deepspeed()
     from deepspeed.checkpoint import ds_to_universal
 
-    folder = folder_of(directory, tag)
+    folder = find_checkpoint(directory, tag)
     if not list(folder.glob("*_optim_states.pt")):
-        raise ValueError(f"{folder}: written at stage 0; allowed are stages 1 to 3")
+        raise ValueError(f"{folder}: written at ZeRO stage 0; must be of stage 1, 2 or 3")
     universal = folder.with_name(f"{folder.name}_universal")
-    with quiet():
+    with suppress_output():
         ds_to_universal.main(
             Namespace(
                 input_folder=str(folder),
@@ -279,11 +279,11 @@ def to_universal(directory: str | Path, tag: str | None = None) -> Path:
     return universal
 
 
-def folder_of(directory: str | Path, tag: str | None, universal: bool = False) -> Path:
+def find_checkpoint(directory: str | Path, tag: str | None, universal: bool = False) -> Path:
     """Return the folder of `tag`, or of the last tag that DeepSpeed recorded."""
     latest = Path(directory, "latest_universal" if universal else "latest")
     if tag is None and not latest.is_file():
-        raise FileNotFoundError(f"{latest}: no checkpoint of DeepSpeed was finished here")
+        raise FileNotFoundError(f"{latest}: there is no finished DeepSpeed checkpoint")
     folder = Path(directory, latest.read_text().strip() if tag is None else tag)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such checkpoint")

@@ -205,7 +205,7 @@ def average_gradients(model: GPT, data: Group, copies: Group | None = None) -> N
     buckets.average_gradients((p for p in model.parameters() if id(p) not in mine), data)
     gradients = [parameter.grad for parameter in own if parameter.grad is not None]
     if copies is not None:
-        buckets.add_up(gradients, copies, scale=1 / ranks)
+        buckets.all_reduce_gradients(gradients, copies, scale=1 / ranks)
     else:
         for gradient in gradients:
             gradient /= ranks

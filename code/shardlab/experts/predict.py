@@ -35,9 +35,9 @@ def count_sparse_layers(config: Config) -> int:
 
 def count_parameters(config: Config) -> ParameterCounts:
     """Count all parameters of a model with experts, and those active for one token."""
-    total = memory.parameter_count(config)
+    total = memory.count_parameters(config)
     e = config.experts
-    one = memory.in_experts(config, Layout(dp=e, ep=e))  # of each layer
+    one = memory.count_expert_parameters(config, Layout(dp=e, ep=e))  # of each layer
     return ParameterCounts(total, total - (e - config.experts_per_token) * one)
 
 
@@ -47,7 +47,7 @@ def count_held_parameters(config: Config, ranks: int) -> int:
     Raises ValueError if the number of ranks does not divide the number of experts.
     """
     check_experts(config.experts, ranks)
-    return sum(memory.parameters(config, Layout(dp=ranks, ep=ranks)).values())
+    return sum(memory.count_rank_parameters(config, Layout(dp=ranks, ep=ranks)).values())
 
 
 def predict_calls(config: Config) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from shardlab.data_parallel.buckets import clip_by_joint_norm
+from shardlab.data_parallel.buckets import clip_by_global_norm
 from shardlab.gpt.model import GPT
 from shardlab.ranks import check_group
 from shardlab.ranks.checks import check_state
@@ -52,7 +52,7 @@ def load_full_state_dict(model: GPT, state: Mapping[str, Tensor]) -> None:
 
 
 def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
-    """Clip gradients to a joint norm over all experts of at most `limit`; return the norm before.
+    """Clip gradients to a global norm over all experts of at most `limit`; return the norm before.
 
     Call it after `average_gradients`. The experts' squares are summed over the group (one scalar is
     sent), all other parameters count once; torch's clip_grad_norm_ would compute another norm on
@@ -61,7 +61,7 @@ def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
     """
     group, own = _get_group(model), dict.fromkeys(own_parameters(model))
     replicated = [p for p in model.parameters() if p not in own]
-    return clip_by_joint_norm(model, limit, [group], own, replicated=replicated)
+    return clip_by_global_norm(model, limit, [group], own, replicated=replicated)
 
 
 def _map_names(model: GPT) -> dict[str, tuple[int | None, str]]:

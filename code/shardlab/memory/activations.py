@@ -14,20 +14,20 @@ from shardlab.layout import SINGLE_RANK, Layout, get_structure, parse_recompute
 
 from .core import (
     PRECISIONS,
-    Sizes,
+    TensorSizes,
+    compute_sizes,
+    count_wide_tensors,
     kept_by_attention,
+    kept_by_layer,
     kept_by_norm,
-    kernel,
-    layer_parts,
-    sizes,
-    wide_tensors,
+    resolve_kernel,
 )
-from .counting import by_kind, placed
+from .counting import list_layer_kinds, resolve_stage
 from .units import ceil_div
 
-ATTENTION = "fused", "plain", "plain-16"
+ATTENTION_KERNELS = "fused", "plain", "plain-16"
 DEVICES = "cpu", "gpu"
-INTEGER, FLOAT = 8, 4  # bytes
+INT64_BYTES, FLOAT32_BYTES = 8, 4  # bytes
 
 
 @dataclass(frozen=True)
@@ -44,42 +44,42 @@ class Activations:
     stream: int  # one tensor of the residual stream
     last_norm: int  # held in backward of the last norm
     rows: int  # indices of tokens in this rank's part of the vocabulary, and a sum per token
-    edge: int  # tensors that sequence parallelism gathers at a cut part's edge; else 0
-    order: int  # `edge` reordered by rank, if there are several sequences
-    sent: int  # held in backward at a cut part's start; 0 without tensor parallelism
+    gathered_stream: int  # tensors that sequence parallelism gathers at a cut part's edge; else 0
+    reordered_stream: int  # `gathered_stream` reordered by rank, if there are several sequences
+    input_grad: int  # held in backward at a cut part's start; 0 without tensor parallelism
     forward: int  # extra bytes at the end of the last layer's forward
     working: dict[str, int]  # extra bytes of a layer's backward at its moments
 
     @property
-    def saved(self) -> int:
+    def kept_bytes(self) -> int:
         """The bytes kept after forward (on a first stage: with most micro-batches in flight)."""
         return self.all_layers + self.head + self.logits + self.rows
 
     @property
     def total(self) -> int:
         """The kept bytes plus the largest temporaries: the loss's, or those of one layer."""
-        return self.saved + max(self.loss, *self.working.values())
+        return self.kept_bytes + max(self.loss, *self.working.values())
 
 
-def _norm_backward(config: Config, z: Sizes, device: str, last: bool = False) -> int:
+def _norm_backward(config: Config, z: TensorSizes, device: str, last: bool = False) -> int:
     """Return the bytes held in backward of a norm: its input, two gradients, temporaries."""
     if config.norm == "rms" and device == "cpu":  # in float32, step by step
         return (6 if last or z.element < 4 else 5) * z.stream_fp32
     return 3 * z.stream
 
 
-def _parts(
-    config: Config, z: Sizes, again: frozenset[str], kind: str, device: str
+def _kept_by_any_layer(
+    config: Config, z: TensorSizes, recomputed: frozenset[str], kind: str, device: str
 ) -> dict[str, int]:
     """Return the bytes that one layer keeps, by part; with experts if the model has any."""
-    parts = layer_parts(config, z, again, kind, device)
+    parts = kept_by_layer(config, z, recomputed, kind, device)
     if config.experts:
-        parts["ffn"] = kept_by_experts(config, z, "ffn" in again)
+        parts["ffn"] = kept_by_experts(config, z, "ffn" in recomputed)
     return parts
 
 
-def _backward(
-    config: Config, z: Sizes, parts: dict[str, int], kind: str, device: str, tp: int
+def _backward_moments(
+    config: Config, z: TensorSizes, parts: dict[str, int], kind: str, device: str, tp: int
 ) -> dict[str, int]:
     """Return the bytes held in backward of one layer at its peaks, without weight gradients.
 
@@ -89,36 +89,36 @@ def _backward(
     times. "end": the first norm. At the end of a cut part sequence parallelism gathers a gradient;
     at its start, the gradients of all its first layers are held while that of their input is sent.
     """
-    whole = _parts(config, z, frozenset(), kind, device)
+    whole = _kept_by_any_layer(config, z, frozenset(), kind, device)
+    gathered, reordered, input_grad = z.gathered_stream, z.reordered_stream, z.input_grad
     kept = sum(parts.values()) - parts["ffn_dropout"]
     kept += max(whole[part] - parts[part] for part in ("ffn", "ffn_norm"))
-    down = (2 if config.dropout else 1) * z.stream + z.wide + z.edge
-    inside = (2 if config.mlp == "swiglu" else 1) * z.wide
+    down = (2 if config.dropout else 1) * z.stream + z.ffn_inner + gathered
+    inside = (2 if config.mlp == "swiglu" else 1) * z.ffn_inner
     if config.experts:  # one expert at a time, beside the gradients of all inputs and outputs
         down, inside = 3 * z.stream + backward_of_experts(config, z, tp), 0
     first = parts["attention_norm"] + parts["attention_dropout"]
-    begins = z.sent + z.order - whole["ffn"]
-    moments = {"ffn": kept + max(down, z.stream + inside + max(0, begins))}
-    moments["ffn"] = max(moments["ffn"], kept + z.stream + z.edge + z.order)
+    at_input = input_grad + reordered - whole["ffn"]
+    moments = {"ffn": kept + max(down, z.stream + inside + max(0, at_input))}
+    moments["ffn"] = max(moments["ffn"], kept + z.stream + gathered + reordered)
     norm = _norm_backward(config, z, device)
     begun = first + parts["attention"] + z.stream
-    moments["norm"] = begun + max(norm, z.sent and whole["ffn_norm"] + inside + z.sent)
+    moments["norm"] = begun + max(norm, input_grad and whole["ffn_norm"] + inside + input_grad)
     # Gradients of output, queries, keys, values.
     attention = z.query + z.key + min(z.value, z.key) + z.output
     if kind == "plain":
         attention = z.scores + (2 * z.heads_fp32 if config.dropout else z.scores)
     elif kind == "plain-16":
-        attention = 2 * z.halves + z.query + z.output
-    again = whole["attention_norm"] + kept_by_attention(config, z, False, kind, device) - z.output
-    inside = first + z.stream + z.query + z.key + z.value + z.sent
-    moments["attention"] = max(
-        again + z.stream + attention, begun + z.edge + z.order, inside + z.order
-    )
-    moments["end"] = max(2 * z.stream + norm, inside if z.sent else 0)
+        attention = 2 * z.scores_16bit + z.query + z.output
+    core = whole["attention_norm"] + kept_by_attention(config, z, False, kind, device) - z.output
+    inside = first + z.stream + z.query + z.key + z.value + input_grad
+    sending = max(begun + gathered, inside) + reordered
+    moments["attention"] = max(core + z.stream + attention, sending)
+    moments["end"] = max(2 * z.stream + norm, inside if input_grad else 0)
     return moments
 
 
-def activations(
+def estimate_activations(
     config: Config,
     layout: Layout = SINGLE_RANK,
     seq: int | None = None,
@@ -142,46 +142,48 @@ def activations(
     Raises ValueError for sizes below 1, unknown names, degrees that do not divide the shape, and
     tokens that sequence or context parallelism cannot divide.
     """
-    here = placed(config, layout, stage)
-    check_one_of(ATTENTION, attention=attention)
+    here = resolve_stage(config, layout, stage)
+    check_one_of(ATTENTION_KERNELS, attention=attention)
     check_one_of(DEVICES, device=device)
     check_one_of(PRECISIONS, precision=precision)
     tp, batch, recompute = layout.tp, layout.micro_batch, layout.recompute
-    seq = tokens_of(config.seq if seq is None else seq, layout)
+    seq = count_tokens(config.seq if seq is None else seq, layout)
     if layout.cp > 1 and attention != "fused":
-        raise ValueError(f"attention={attention!r}: allowed with cp={layout.cp} is 'fused'")
+        raise ValueError(f"attention={attention!r}: must be 'fused' with cp={layout.cp}")
     if layout.cp > 1 and config.dropout:
-        raise ValueError(f"dropout={config.dropout}: allowed with cp={layout.cp} is 0")
-    flying = in_flight(layout, layout.pp - 1 if stage is None else stage)
-    z = sizes(config, batch, seq, PRECISIONS[precision].compute, tp, layout.sequence_parallel)
-    again = parse_recompute(recompute)
-    if "latents" in again:
-        words = "'none', 'full', and those without latents, which is of today's engines"
-        raise ValueError(f"recompute={recompute!r}: allowed for the course's own model are {words}")
+        raise ValueError(f"dropout={config.dropout}: must be 0 with cp={layout.cp}")
+    in_flight = count_in_flight(layout, layout.pp - 1 if stage is None else stage)
+    element = PRECISIONS[precision].compute
+    z = compute_sizes(config, batch, seq, element, tp, layout.sequence_parallel)
+    recomputed = parse_recompute(recompute)
+    if "latents" in recomputed:
+        words = "must be 'none', 'full' or operators without latents, for the course's own model"
+        raise ValueError(f"recompute={recompute!r}: {words}")
     # Full recomputation keeps a layer's input; backward recomputes all of the rest.
-    kind = kernel(config, attention, device)
-    parts = _parts(config, z, again, kind, device)
-    backward = _backward(config, z, parts, kind, device, tp)
+    kind = resolve_kernel(config, attention, device)
+    parts = _kept_by_any_layer(config, z, recomputed, kind, device)
+    backward = _backward_moments(config, z, parts, kind, device, tp)
     layer = shared = sum(parts.values())
     if recompute == "full":
         upcast = config.norm == "rms" and device == "cpu" and z.element < 4
         layer, shared = z.stream, 0 if upcast else z.stream  # the norm keeps it too, or a copy
-    # In a model with experts, the layers without experts keep the tensors of a dense model's
-    # layers.
-    plain = sum(layer_parts(config, z, again, kind, device).values())
-    dense = sum(n for one, n in by_kind(get_structure(config), here) if not one.routed)
+    # In a model with experts, the layers without experts keep what a dense model's layers keep.
+    plain = sum(kept_by_layer(config, z, recomputed, kind, device).values())
+    dense = sum(n for one, n in list_layer_kinds(get_structure(config), here) if not one.routed)
     less = 0 if recompute == "full" or not config.experts else dense * (layer - plain)
     # Plain scores add the mask without keeping it.
-    masked = kind == "fused" and recompute != "full" and "attention" not in again
+    masked = kind == "fused" and recompute != "full" and "attention" not in recomputed
     windowed = sum(config.get_window(layer) is not None for layer in here.layer_indices)
     masks = z.mask * windowed if masked else 0
     working = {moment: size - shared for moment, size in backward.items()}
     last = here.has_head
+    # The output: as it is, reordered by rank, and received.
+    forward = 2 * z.gathered_stream + z.reordered_stream + z.stream
     return Activations(
         layer=layer,
         layers=here.layers,
-        in_flight=flying,
-        all_layers=round((layer * here.layers - less + masks) * flying),
+        in_flight=in_flight,
+        all_layers=round((layer * here.layers - less + masks) * in_flight),
         head=kept_by_norm(config, z, device) if last else 0,
         logits=z.logits_fp32 + (4 if tp == 1 else 0) if last else 0,
         loss=(2 * z.logits_fp32 if tp == 1 else z.logits_fp32 * z.element // 4) if last else 0,
@@ -189,31 +191,29 @@ def activations(
         last_norm=_norm_backward(config, z, device, last) if last else 0,
         # Embedding: an index and a bit per token. Loss: the same, the sum and the target's logit.
         rows=batch * seq * (9 * here.has_embedding + 17 * last) if tp > 1 else 0,
-        edge=z.edge,
-        order=z.order,
-        sent=z.sent,
-        # The output: as it is, reordered by rank, and received.
-        forward=2 * z.edge + z.order + z.stream + (z.wide if recompute == "full" else 0),
+        gathered_stream=z.gathered_stream,
+        reordered_stream=z.reordered_stream,
+        input_grad=z.input_grad,
+        forward=forward + (z.ffn_inner if recompute == "full" else 0),
         working=working,
     )
 
 
-def tokens_of(seq: int, layout: Layout) -> int:
+def count_tokens(seq: int, layout: Layout) -> int:
     """Return the tokens of each sequence on a rank, of its context and tensor group.
 
     Raises ValueError for no tokens, and if the degrees do not divide them.
     """
     check_integer(seq=seq)
     if seq % layout.cp:
-        raise ValueError(f"cp={layout.cp}: allowed are divisors of seq={seq}")
+        raise ValueError(f"cp={layout.cp}: must divide seq={seq}")
     seq //= layout.cp
     if layout.sequence_parallel and seq % layout.tp:
-        words = "allowed with sequence_parallel are divisors of"
-        raise ValueError(f"tp={layout.tp}: {words} seq={seq}")
+        raise ValueError(f"tp={layout.tp}: must divide seq={seq} with sequence_parallel")
     return seq
 
 
-def in_flight(layout: Layout, stage: int = 0) -> float:
+def count_in_flight(layout: Layout, stage: int = 0) -> float:
     """Return the number of micro-batches, each of all layers of `stage`, kept at once.
 
     1F1B: p - k on stage k, or all m if fewer. Interleaved, counted in chunks, of which a stage has
@@ -232,7 +232,7 @@ def in_flight(layout: Layout, stage: int = 0) -> float:
     return min(most, m)
 
 
-def deferred(layout: Layout, stage: int) -> int:
+def count_deferred(layout: Layout, stage: int) -> int:
     """Return how many of those `in_flight` have only their W pass left.
 
     They no longer need attention's scores: Qi et al. 2023, section 2.3.
@@ -241,7 +241,7 @@ def deferred(layout: Layout, stage: int) -> int:
     ahead = {"zb-h1": behind, "zb-h2": 2 * behind - 1}.get(layout.schedule)
     if layout.pp == 1 or ahead is None:
         return 0
-    return int(in_flight(layout, stage)) - min(ahead, layout.microbatches)
+    return int(count_in_flight(layout, stage)) - min(ahead, layout.microbatches)
 
 
 # Tensors that a layer with experts keeps for its backward if choices are even: E experts of width
@@ -256,24 +256,26 @@ def deferred(layout: Layout, stage: int) -> int:
 # rows leave a rank as arrive.
 
 
-def kept_by_experts(config: Config, z: Sizes, again: bool) -> int:
-    """Return the bytes that a layer's router and experts keep; again: recompute nonlinearities.
+def kept_by_experts(config: Config, z: TensorSizes, recomputed: bool) -> int:
+    """Return the bytes that a layer's router and experts keep.
 
     Without shared experts, only a token's chosen experts keep its tensors.
     """
-    tokens = z.tokens // FLOAT
+    tokens = z.token_floats // FLOAT32_BYTES
     choices = tokens * config.experts_per_token
-    scores = tokens * config.experts * FLOAT
+    scores = tokens * config.experts * FLOAT32_BYTES
     # Expert numbers; the positions of each expert's rows in batch, sequence and choices.
-    places = choices * (1 + 3) * INTEGER
+    places = choices * (1 + 3) * INT64_BYTES
     # Chosen scores and their sum; their quotient in the rows' dtype.
-    weights = choices * FLOAT + tokens * FLOAT + choices * z.element
+    weights = choices * FLOAT32_BYTES + tokens * FLOAT32_BYTES + choices * z.element
     rows = 2 * config.experts_per_token * z.stream  # inputs and outputs of a token's experts
-    return scores + places + weights + rows + wide_tensors(config, again) * z.chosen
+    inner = count_wide_tensors(config, recomputed) * z.experts_inner
+    return scores + places + weights + rows + inner
 
 
-def backward_of_experts(config: Config, z: Sizes, tp: int) -> int:
+def backward_of_experts(config: Config, z: TensorSizes, tp: int) -> int:
     """Return the bytes that backward adds at one expert: gradients of rows and wide tensors."""
-    rows = ceil_div(z.rows_of_a_head // FLOAT * config.experts_per_token, config.experts)
+    tokens = z.row_stats_per_head // FLOAT32_BYTES
+    rows = ceil_div(tokens * config.experts_per_token, config.experts)
     inside = (3 if config.mlp == "swiglu" else 2) * rows * config.expert_width // tp
     return (2 * rows * config.hidden + inside) * z.element

@@ -76,7 +76,7 @@ PRECISIONS: dict[str, Recipe] = {
 }
 # States per parameter. Muon has one per matrix of a layer; AdamW's two serve the rest.
 OPTIMIZERS: dict[str, int] = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, "muon": 2}
-WIDE: dict[str, int] = {"gelu": 2, "swiglu": 4}  # wide tensors that a feed-forward network keeps
+WIDE_TENSORS: dict[str, int] = {"gelu": 2, "swiglu": 4}  # kept by a feed-forward network
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,12 @@ def check_recipe(precision: str, optimizer: str, shape: bool = False) -> Recipe:
     check_one_of(PRECISIONS, precision=precision)
     check_one_of(OPTIMIZERS, optimizer=optimizer)
     if optimizer == "muon" and not shape:
-        words = "a model's shape, which says what its matrices are: --model, --config"
-        raise ValueError(f"optimizer='muon': allowed with {words}")
+        words = "needs the model's shape (--model or --config): Muon trains only matrices"
+        raise ValueError(f"optimizer='muon': {words}")
     return PRECISIONS[precision]
 
 
-def states(
+def estimate_states(
     params: float, layout: Layout = SINGLE_RANK, precision: str = "bf16", optimizer: str = "adamw"
 ) -> States:
     """Predict the bytes of model states per rank, for `params` parameters in the model.
@@ -124,10 +124,10 @@ def states(
     recipe = check_recipe(precision, optimizer)
     check_number(params=params)
     held = ceil_div(int(params), layout.tp * layout.pp)
-    return states_of(held, ceil_div(held, layout.zero_degree), layout, recipe, optimizer)
+    return compute_states(held, ceil_div(held, layout.zero_degree), layout, recipe, optimizer)
 
 
-def states_of(
+def compute_states(
     held: int,
     shard: int,
     layout: Layout,
@@ -142,16 +142,16 @@ def states_of(
     """
     zero, offload = layout.zero, layout.offload
 
-    def of(stage: int) -> int:
+    def count_at(stage: int) -> int:
         return shard if zero >= stage else held
 
-    weights = of(3) * recipe.parameters
-    gradients = of(2) * recipe.gradients
+    weights = count_at(3) * recipe.parameters
+    gradients = count_at(2) * recipe.gradients
     kinds = OPTIMIZERS[optimizer]
     fewer = matrices if optimizer == "muon" else 0
-    kept = of(1) * (recipe.master + kinds * recipe.state) - fewer * recipe.state
+    kept = count_at(1) * (recipe.master + kinds * recipe.state) - fewer * recipe.state
     if recipe.block:
-        kept += 4 * (kinds * ceil_div(of(1), recipe.block) - fewer // recipe.block)
+        kept += 4 * (kinds * ceil_div(count_at(1), recipe.block) - fewer // recipe.block)
     host = 0
     if offload != "none":
         host, kept = kept, 0
@@ -163,15 +163,15 @@ def states_of(
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TensorSizes:
     """Bytes of the tensors of one micro-batch on one rank, by tensor."""
 
     stream: int  # the residual stream, outside of the cut matrices
     stream_fp32: int
-    tokens: int  # one float32 for each token of the stream
-    edge: int  # the stream of all tokens that sequence parallelism gathers; else 0
-    order: int  # `edge` reordered by rank; 0 for one sequence, already in that order
-    sent: int  # gradient of a cut part's input; if scattered, also as received and sent
+    token_floats: int  # one float32 for each token of the stream
+    gathered_stream: int  # the stream of all tokens that sequence parallelism gathers; else 0
+    reordered_stream: int  # the same, reordered by rank; 0 for one sequence, which is in order
+    input_grad: int  # gradient of a cut part's input; if scattered, also as received and sent
     query: int
     key: int
     value: int  # including the keys that share its tensor
@@ -180,33 +180,36 @@ class Sizes:
     values_fp32: int  # values in float32, one head per head of queries
     mask: int  # mask of a window
     scores: int  # a * s * s scores in float32
-    halves: int  # the scores in the dtype of the stream
-    rows: int  # a float32 per query and head
-    rows_of_a_head: int
-    wide: int  # the feed-forward network's inner tensor
-    chosen: int  # inner width for all experts of a token
-    tables: int  # cosines and sines
+    scores_16bit: int  # the scores in the dtype of the stream
+    row_stats: int  # a float32 per query and head
+    row_stats_per_head: int
+    ffn_inner: int  # the feed-forward network's inner tensor
+    experts_inner: int  # inner width for all experts of a token
+    rotary_tables: int  # cosines and sines
     logits_fp32: int
     element: int
 
 
 @lru_cache(maxsize=1024)
-def sizes(config: Config, batch: int, seq: int, element: int, tp: int, sequence: bool) -> Sizes:
+def compute_sizes(
+    config: Config, batch: int, seq: int, element: int, tp: int, sequence: bool
+) -> TensorSizes:
     """Return Sizes for `element` bytes per element; sequence: tokens are cut by tp."""
     b_s, h = batch * seq, config.hidden
     tokens = -(-b_s // (tp if sequence else 1))
-    stream, edge = tokens * h * element, b_s * h * element if sequence and tp > 1 else 0
+    stream = tokens * h * element
+    gathered = b_s * h * element if sequence and tp > 1 else 0
     few = -(-config.key_value_heads // tp)  # ranks may hold copies of the same head
     size, values = config.head_size, config.value_size
     beside = config.nope_head_size if config.latent else 0  # keys in the values' tensor
     as_is = element == 4 and 1 in (batch, config.heads // tp)  # else a product copies the tensor
-    return Sizes(
+    return TensorSizes(
         stream=stream,
         stream_fp32=tokens * h * 4,
-        tokens=tokens * 4,
-        edge=edge,
-        order=edge if batch > 1 else 0,
-        sent=(3 * edge or stream) if tp > 1 else 0,
+        token_floats=tokens * 4,
+        gathered_stream=gathered,
+        reordered_stream=gathered if batch > 1 else 0,
+        input_grad=(3 * gathered or stream) if tp > 1 else 0,
         query=b_s * config.heads * size * element // tp,
         key=b_s * few * size * element,
         value=b_s * few * (values + beside) * element,
@@ -215,39 +218,39 @@ def sizes(config: Config, batch: int, seq: int, element: int, tp: int, sequence:
         values_fp32=b_s * config.heads * (values + as_is * beside) * 4 // tp,
         mask=seq * seq * element if config.window and config.window < seq else 0,
         scores=batch * config.heads * seq * seq * 4 // tp,
-        halves=batch * config.heads * seq * seq * element // tp,
-        rows=b_s * config.heads * 4 // tp,
-        rows_of_a_head=b_s * 4,
-        wide=b_s * config.ffn_width * element // tp,
-        chosen=b_s * config.active_expert_width * element // tp,
-        tables=4 * seq * ((config.rotary or size) // 2) * element,
+        scores_16bit=batch * config.heads * seq * seq * element // tp,
+        row_stats=b_s * config.heads * 4 // tp,
+        row_stats_per_head=b_s * 4,
+        ffn_inner=b_s * config.ffn_width * element // tp,
+        experts_inner=b_s * config.active_expert_width * element // tp,
+        rotary_tables=4 * seq * ((config.rotary or size) // 2) * element,
         logits_fp32=b_s * -(-config.vocab // tp) * 4,
         element=element,
     )
 
 
-def kept_by_norm(config: Config, z: Sizes, device: str, again: bool = False) -> int:
+def kept_by_norm(config: Config, z: TensorSizes, device: str, recomputed: bool = False) -> int:
     """Return the bytes that one norm keeps; its output, used later, counts here.
 
     again: the products that follow recompute the norm when they need its output.
     """
-    if again:
+    if recomputed:
         return z.stream
     if config.norm == "layer":
         # Mean and deviation: float32 on a GPU, the input's dtype on a CPU.
-        numbers = 2 * z.tokens * (4 if device == "gpu" else z.element) // 4
+        numbers = 2 * z.token_floats * (4 if device == "gpu" else z.element) // 4
         return 2 * z.stream + numbers
     if device == "gpu":  # one fused kernel
-        return 2 * z.stream + z.tokens
-    return 2 * z.stream_fp32 + z.tokens + z.stream  # input and normalised input in float32
+        return 2 * z.stream + z.token_floats
+    return 2 * z.stream_fp32 + z.token_floats + z.stream  # input and normalised input in float32
 
 
-def kept_by_projections(z: Sizes) -> int:
+def kept_by_projections(z: TensorSizes) -> int:
     """Return the bytes of queries, keys, values and the output of attention's core."""
     return z.query + z.key + z.value + z.output
 
 
-def kept_by_head_norms(config: Config, z: Sizes, device: str) -> int:
+def kept_by_head_norms(config: Config, z: TensorSizes, device: str) -> int:
     """Return the bytes that query and key norms keep; rotation needs no outputs."""
     if not config.qk_norm:
         return 0
@@ -256,11 +259,11 @@ def kept_by_head_norms(config: Config, z: Sizes, device: str) -> int:
     return heads * each + heads // config.head_size * 4
 
 
-def kept_by_latents(config: Config, z: Sizes, device: str) -> int:
+def kept_by_latents(config: Config, z: TensorSizes, device: str) -> int:
     """Return the bytes that the norms of latents keep, their outputs included."""
     if config.latent is None:
         return 0
-    tokens, e = z.tokens // 4, z.element
+    tokens, e = z.token_floats // 4, z.element
     ranks = [rank for rank in (config.query_latent, config.latent) if rank]
     each = e if device == "gpu" else 8
     kept = sum(tokens * (rank * (each + e) + 4) for rank in ranks)
@@ -268,54 +271,56 @@ def kept_by_latents(config: Config, z: Sizes, device: str) -> int:
     return kept + (tokens * config.rotary * e if whole else 0)
 
 
-def kept_by_softmax(z: Sizes, dropout: bool, device: str) -> int:
+def kept_by_softmax(z: TensorSizes, dropout: bool, device: str) -> int:
     """Return the bytes of the softmax; with dropout also mask and dropped scores."""
-    mask = z.scores // 4 if device == "gpu" else z.halves
-    return z.halves + (mask + z.halves if dropout else 0)
+    mask = z.scores // 4 if device == "gpu" else z.scores_16bit
+    return z.scores_16bit + (mask + z.scores_16bit if dropout else 0)
 
 
-def kept_by_attention(config: Config, z: Sizes, again: bool, kind: str, device: str) -> int:
+def kept_by_attention(
+    config: Config, z: TensorSizes, recomputed: bool, kind: str, device: str
+) -> int:
     """Return the bytes from the projections to the output projection's input."""
     norms = kept_by_head_norms(config, z, device) + kept_by_latents(config, z, device)
-    return norms + _kept_by_core(config, z, again, kind, device)
+    return norms + _kept_by_core(config, z, recomputed, kind, device)
 
 
-def _kept_by_core(config: Config, z: Sizes, again: bool, kind: str, device: str) -> int:
-    if again:
-        return kept_by_projections(z) + z.tables
+def _kept_by_core(config: Config, z: TensorSizes, recomputed: bool, kind: str, device: str) -> int:
+    if recomputed:
+        return kept_by_projections(z) + z.rotary_tables
     if kind == "plain-16":  # keys and values are repeated for every head
         heads = 2 * z.query + 2 * z.output
-        return heads + kept_by_softmax(z, config.dropout > 0, device) + z.tables
+        return heads + kept_by_softmax(z, config.dropout > 0, device) + z.rotary_tables
     if kind == "fused":
         # A CPU's kernel returns heads before tokens: `out` keeps a copy in the other order.
-        copied = device == "cpu" and z.rows > z.rows_of_a_head
-        return kept_by_projections(z) + z.tables + (z.output if copied else 0) + z.rows
+        copied = device == "cpu" and z.row_stats > z.row_stats_per_head
+        return kept_by_projections(z) + z.rotary_tables + (z.output if copied else 0) + z.row_stats
     # Keys and values are repeated for every head.
     kept = 2 * z.heads_fp32 + z.values_fp32 + z.scores + z.output
     if config.dropout:
         mask = z.scores // 4 if device == "gpu" else z.scores
         kept += mask + z.scores
-    return kept + z.tables
+    return kept + z.rotary_tables
 
 
-def kept_by_dropout(config: Config, z: Sizes, device: str) -> int:
+def kept_by_dropout(config: Config, z: TensorSizes, device: str) -> int:
     """Return the bytes of a mask: full elements on a CPU, one byte each on a GPU."""
     if not config.dropout:
         return 0
     return z.stream // z.element if device == "gpu" else z.stream
 
 
-def wide_tensors(config: Config, again: bool) -> int:
+def count_wide_tensors(config: Config, recomputed: bool) -> int:
     """Return the number of wide tensors kept; again: only the products' inputs."""
-    return WIDE[config.mlp] // 2 if again else WIDE[config.mlp]
+    return WIDE_TENSORS[config.mlp] // 2 if recomputed else WIDE_TENSORS[config.mlp]
 
 
-def kept_by_ffn(config: Config, z: Sizes, again: bool = False) -> int:
+def kept_by_ffn(config: Config, z: TensorSizes, recomputed: bool = False) -> int:
     """Return the bytes of a feed-forward network's wide tensors."""
-    return wide_tensors(config, again) * z.wide
+    return count_wide_tensors(config, recomputed) * z.ffn_inner
 
 
-def kernel(config: Config, attention: str, device: str) -> str:
+def resolve_kernel(config: Config, attention: str, device: str) -> str:
     """Return `attention`, but "plain" if a CPU lacks a fused kernel.
 
     It lacks one with dropout, and if values and queries differ in size.
@@ -324,16 +329,16 @@ def kernel(config: Config, attention: str, device: str) -> str:
     return "plain" if attention == "fused" and device == "cpu" and lacks else attention
 
 
-def layer_parts(
-    config: Config, z: Sizes, again: frozenset[str], kind: str, device: str
+def kept_by_layer(
+    config: Config, z: TensorSizes, recomputed: frozenset[str], kind: str, device: str
 ) -> dict[str, int]:
-    """Return the bytes that one layer keeps, by part; `again`: recomputed operators."""
-    norm = kept_by_norm(config, z, device, "norms" in again)
+    """Return the bytes that one layer keeps, by part; recomputed: operators."""
+    norm = kept_by_norm(config, z, device, "norms" in recomputed)
     return {
         "attention_norm": norm,
-        "attention": kept_by_attention(config, z, "attention" in again, kind, device),
+        "attention": kept_by_attention(config, z, "attention" in recomputed, kind, device),
         "attention_dropout": kept_by_dropout(config, z, device),
         "ffn_norm": norm,
-        "ffn": kept_by_ffn(config, z, "ffn" in again),
+        "ffn": kept_by_ffn(config, z, "ffn" in recomputed),
         "ffn_dropout": kept_by_dropout(config, z, device),
     }

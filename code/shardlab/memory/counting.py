@@ -20,7 +20,9 @@ from shardlab.layout.structure import LayerKind, check_expert_degree, check_tens
 from .units import ceil_div
 
 
-def placed(config: Config | Structure, layout: Layout, stage: int | Stage | None = None) -> Stage:
+def resolve_stage(
+    config: Config | Structure, layout: Layout, stage: int | Stage | None = None
+) -> Stage:
     """Return the Stage with number `stage` (None: the last); a Stage is returned as it is.
 
     Raises ValueError unless the shape and its experts can be divided by the layout's degrees.
@@ -34,9 +36,11 @@ def placed(config: Config | Structure, layout: Layout, stage: int | Stage | None
     return found[-1 if stage is None else stage]
 
 
-def shapes(config: Config, layout: Layout = SINGLE_RANK) -> dict[str, tuple[int, ...]]:
+def list_parameter_shapes(
+    config: Config, layout: Layout = SINGLE_RANK
+) -> dict[str, tuple[int, ...]]:
     """Return the shapes of one rank's parameters, by name, on a pipeline's last stage."""
-    here = placed(config, layout)
+    here = resolve_stage(config, layout)
     return {
         entry.name: entry.get_local_shape(layout.tp if entry.expert is None else layout.expert_tp)
         for entry in list_stage_params(config, here, layout.ep)
@@ -44,7 +48,9 @@ def shapes(config: Config, layout: Layout = SINGLE_RANK) -> dict[str, tuple[int,
 
 
 @lru_cache(maxsize=1024)
-def in_layer(kind: LayerKind, tp: int, ep: int, cut: int) -> tuple[tuple[ParamInfo, int], ...]:
+def list_layer_entries(
+    kind: LayerKind, tp: int, ep: int, cut: int
+) -> tuple[tuple[ParamInfo, int], ...]:
     """Return the entries of a kind of layer, each with its number of elements on a rank.
 
     The entry of the expert that stands for all counts all of the rank's experts.
@@ -61,7 +67,7 @@ def is_matrix(entry: ParamInfo) -> bool:
     return len(entry.shape) == 2 and entry.kind in ("attention", "ffn") and not entry.is_lookup
 
 
-def parameters(
+def count_rank_parameters(
     config: Config | Structure, layout: Layout = SINGLE_RANK, stage: int | Stage | None = None
 ) -> dict[str, int]:
     """Count the parameters on one rank, by part: embedding, attention, ffn, norms, head.
@@ -71,70 +77,72 @@ def parameters(
     heads, key-value heads, the width of the feed-forward network or of an expert (tp), the layers
     (pp) or the experts (ep).
     """
-    here = placed(config, layout, stage)
-    return dict(held_by(get_structure(config), layout, here).kinds)
+    here = resolve_stage(config, layout, stage)
+    return dict(count_held(get_structure(config), layout, here).by_part)
 
 
-def by_kind(model: Structure, here: Stage) -> list[tuple[LayerKind, int]]:
+def list_layer_kinds(model: Structure, stage: Stage) -> list[tuple[LayerKind, int]]:
     """Return the kinds of layers on a stage, each with its number of layers."""
-    return [(k, n) for k, n in zip(model.kinds, model.count_kinds(here.chunks), strict=True) if n]
+    return [(k, n) for k, n in zip(model.kinds, model.count_kinds(stage.chunks), strict=True) if n]
 
 
-def parameter_count(config: Config | Structure) -> int:
+def count_parameters(config: Config | Structure) -> int:
     """Count the parameters of the whole model; tied ones count once."""
     return get_structure(config).num_params
 
 
-def in_experts(
+def count_expert_parameters(
     config: Config | Structure, layout: Layout = SINGLE_RANK, stage: int | Stage | None = None
 ) -> int:
-    """Count those of the `parameters` that are in the rank's experts."""
-    here = placed(config, layout, stage)
-    return held_by(get_structure(config), layout, here).experts
+    """Count those of the `count_rank_parameters` that are in the rank's experts."""
+    here = resolve_stage(config, layout, stage)
+    return count_held(get_structure(config), layout, here).experts
 
 
 @dataclass(frozen=True)
-class Held:
+class ParamCounts:
     """Parameter counts of one rank."""
 
-    all: int
+    total: int
     experts: int  # in its own experts
-    kinds: dict[str, int]  # all parameters, by part
+    by_part: dict[str, int]
     matrices: int = 0  # in matrices of layers, without the experts'
-    own: int = 0  # in matrices of its experts
+    expert_matrices: int = 0  # in matrices of its experts
 
-    def muon(self, layout: Layout) -> int:
+    def count_muon(self, layout: Layout) -> int:
         """Return the number of parameters whose Muon state the rank keeps."""
         if not layout.zero:
-            return self.matrices + self.own
+            return self.matrices + self.expert_matrices
         return ceil_div(self.matrices, layout.zero_degree) + ceil_div(
-            self.own, layout.expert_zero_degree
+            self.expert_matrices, layout.expert_zero_degree
         )
 
-    def shard(self, layout: Layout) -> int:
+    def count_sharded(self, layout: Layout) -> int:
         """Return the number of parameters whose states ZeRO leaves on the rank.
 
         Ranks with the same parameters divide them, fewer ranks for experts. Shards are rounded up.
         """
         shards = layout.zero_degree
-        same = self.all - self.experts
+        same = self.total - self.experts
         return ceil_div(same, shards) + ceil_div(self.experts, layout.expert_zero_degree)
 
 
-def held_by(model: Structure, layout: Layout, here: Stage) -> Held:
+def count_held(model: Structure, layout: Layout, stage: Stage) -> ParamCounts:
     """Return the counts of a rank of a stage, cached and unchecked, for plans of many layouts."""
     cuts = layout.tp, layout.ep, layout.expert_tp
-    return _held(model, cuts, model.count_kinds(here.chunks), here.has_embedding, here.has_head)
+    return _count_held(
+        model, cuts, model.count_kinds(stage.chunks), stage.has_embedding, stage.has_head
+    )
 
 
 @lru_cache(maxsize=4096)
-def _held(
+def _count_held(
     model: Structure,
     cuts: tuple[int, int, int],
     layers: tuple[int, ...],
     embedding: bool,
     head: bool,
-) -> Held:
+) -> ParamCounts:
     counts, experts, matrices = dict.fromkeys(PARAMETER_KINDS, 0), 0, [0, 0]
     first, *last = model.outer_params
     ends = [first] if embedding else []
@@ -143,10 +151,10 @@ def _held(
     for entry in ends:
         counts[entry.kind] += entry.count_elements(cuts[0])
     for kind, n in zip(model.kinds, layers, strict=True):
-        for entry, elements in in_layer(kind, *cuts) if n else ():
+        for entry, elements in list_layer_entries(kind, *cuts) if n else ():
             own = entry.expert is not None
             counts["ffn" if own else entry.kind] += n * elements
             experts += n * elements * own
             if is_matrix(entry):
                 matrices[own] += n * elements
-    return Held(sum(counts.values()), experts, counts, *matrices)
+    return ParamCounts(sum(counts.values()), experts, counts, *matrices)

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import pipeline, sequence_parallel, tensor_parallel, zero
 from shardlab.common.arguments import check_type
-from shardlab.data_parallel.buckets import add_up, clip_by_joint_norm
+from shardlab.data_parallel.buckets import all_reduce_gradients, clip_by_global_norm
 from shardlab.gpt.model import GPT, IGNORED
 from shardlab.layout import Layout
 from shardlab.layout.boxes import TensorPiece, make_full_box
@@ -37,8 +37,8 @@ from shardlab.layout.parameters import list_params
 from shardlab.pipeline import Part, Pipeline, Schedule
 from shardlab.ranks import check_group, check_same, checks, device
 from shardlab.ranks.gather import gather_named_tensors
-from shardlab.zero.flat import Flat
-from shardlab.zero.saved import pieces_of
+from shardlab.zero.checkpointing import list_pieces
+from shardlab.zero.flat import FlatParams
 
 from . import states
 from .predict import check_supported, count_chunk_layers
@@ -178,9 +178,9 @@ class Parallel(nn.Module):
         self.sequence_shards = layout.tp if layout.sequence_parallel else 1
         self.sharded = []
         for part in parts if layout.zero else []:
-            late = {"late": True} if layout.zero == 1 else {}
+            defer = {"defer_reduction": True} if layout.zero == 1 else {}
             units = {"units": list(part.blocks.values())} if layout.zero == 3 else {}
-            sharded = zero.shard(part, self.groups.dp, layout.zero, **late, **units)
+            sharded = zero.shard_module(part, self.groups.dp, layout.zero, **defer, **units)
             sharded.plain_names = True  # its pieces have the names of the part's parameters
             self.sharded.append(sharded)
         self.pipeline = Pipeline(
@@ -193,7 +193,7 @@ class Parallel(nn.Module):
             tied_parameter=self.twin,
         )
         for sharded in self.sharded:
-            sharded.changed()  # Pipeline copied the embedding's twin into a piece
+            sharded.mark_changed()  # Pipeline copied the embedding's twin into a piece
 
     def _get_activation_spec(self, tokens_BS: Tensor) -> pipeline.parts.TensorSpec:
         """Return shape ([B, S, H] or [B, s, H]) and dtype of sent activations."""
@@ -222,10 +222,10 @@ class Parallel(nn.Module):
         value = self.pipeline.step(tokens_BS, targets_BS)
         if self.layout.zero == 1:
             for part in self.sharded:
-                part.reduce()  # dp: the average, of which each replica gets its pieces
+                part.reduce_gradients()  # dp: the average, of which each replica gets its pieces
         if self.partial_grads:  # tp: norms and late biases, with gradients from 1/t of the tokens
             known = [p.grad for name, p in self.named_parameters() if name in self.partial_grads]
-            add_up([g for g in known if g is not None], self.groups.tp, joined=True)
+            all_reduce_gradients([g for g in known if g is not None], self.groups.tp, coalesce=True)
         return self._average_loss(value, total)
 
     @torch.no_grad()
@@ -240,7 +240,7 @@ class Parallel(nn.Module):
         return mean / check_group(self.groups.dp)[1]
 
     def clip_grad_norm_(self, limit: float) -> Tensor:
-        """Scale gradients down to a joint norm of at most `limit`; return the norm before.
+        """Scale gradients down to a global norm of at most `limit`; return the norm before.
 
         The norm is that of one process: an element that several ranks hold counts once. Squares are
         added up along tp and pp, and along dp too if ZeRO shards them. Every rank calls this.
@@ -251,7 +251,9 @@ class Parallel(nn.Module):
             (counted if self._is_counted_in_norm(name) else copies).append(parameter)
         dp, pp, tp = self.groups
         over, alike = ((dp, pp, tp), ()) if self.layout.zero else ((pp, tp), (dp,))
-        return clip_by_joint_norm(self, limit, over, counted, copies=copies, alike=alike)
+        return clip_by_global_norm(
+            self, limit, over, counted, copies=copies, same_norm_groups=alike
+        )
 
     def _is_counted_in_norm(self, name: str) -> bool:
         """Return True if this rank's gradient counts in the norm; copies do not."""
@@ -269,10 +271,10 @@ class Parallel(nn.Module):
     def mark_changed(self) -> None:
         """Record that pieces have new values on some rank; all ranks call this."""
         for part in self.sharded:
-            part.changed()
+            part.mark_changed()
 
     @property
-    def flats(self) -> list[Flat]:
+    def flats(self) -> list[FlatParams]:
         """The flat tensors of this rank's ZeRO-sharded parts."""
         return [flat for part in self.sharded for flat in part.flats]
 
@@ -284,7 +286,7 @@ class Parallel(nn.Module):
         rank, size = check_group(self.groups.tp)
         boxes = {entry.name: entry.get_box(rank, size) for entry in list_params(self.config)}
         if self.sharded:
-            found = [piece for flat in self.flats for piece in pieces_of(flat, boxes)]
+            found = [piece for flat in self.flats for piece in list_pieces(flat, boxes)]
         else:
             found = [TensorPiece(n, boxes[n], p.detach()) for n, p in self.named_parameters()]
         found = [piece._replace(name=self.checkpoint_name(piece.name)) for piece in found]

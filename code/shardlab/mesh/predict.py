@@ -27,7 +27,7 @@ import torch
 
 from shardlab import tensor_parallel
 from shardlab.common.shapes import Config
-from shardlab.data_parallel.buckets import MIB, deal
+from shardlab.data_parallel.buckets import MIB, split_into_buckets
 from shardlab.layout import Layout, Stage, list_params
 from shardlab.layout.boxes import Box, iter_range_boxes, make_full_box
 from shardlab.layout.stages import list_stage_params
@@ -148,7 +148,7 @@ def _flatten_chunk(config: Config, layout: Layout, part: Stage) -> list[FlatTens
         return [FlatTensor(inside, copies, layer is None) for layer, inside in layers.items()]
     tensors = {name: torch.empty(size, device="meta") for name, size in elements.items()}
     names = {id(tensor): name for name, tensor in tensors.items()}
-    buckets = deal(reversed(tensors.values()), 25 * MIB, MIB)  # as Zero1 does
+    buckets = split_into_buckets(reversed(tensors.values()), 25 * MIB, MIB)  # as Zero1 does
     return [FlatTensor({names[id(t)]: t.numel() for t in bucket}, copies) for bucket in buckets]
 
 

@@ -22,7 +22,7 @@ from shardlab.layout.parameters import list_params
 from shardlab.measure import count
 from shardlab.ranks.gather import gather_named_tensors, gather_parts
 from shardlab.tensor_parallel.core import shard_slice, take_slice
-from shardlab.zero.saved import assembled, deal_out, warm
+from shardlab.zero.checkpointing import copy_to_pieces, gather_full_tensors, init_optimizer_states
 
 if TYPE_CHECKING:
     from .core import Parallel
@@ -41,7 +41,9 @@ def gather_tp_shards(job: Parallel, get_tensor: TensorGetter) -> dict[str, Tenso
         return {n: torch.zeros_like(p) if v is None else v.detach() for n, p, v in pairs}
     found: dict[str, Tensor] = {}
     for flat in job.flats:
-        found |= assembled(flat, [get_tensor(p) if p.numel() else None for p in flat.pieces])
+        found |= gather_full_tensors(
+            flat, [get_tensor(p) if p.numel() else None for p in flat.pieces]
+        )
     return {name: found[name] for name, _ in job.named_parameters()}
 
 
@@ -81,7 +83,7 @@ def checkpoint_tensors(
     for group in job.groups:
         dist.all_reduce(has, dist.ReduceOp.MAX, group=group)  # a scalar
     if has:
-        warm(job.parameters(), optimizer)
+        init_optimizer_states(job.parameters(), optimizer)
         job.mark_changed()  # warming a piece was an optimizer step, and then all ranks must gather
     mesh = DeviceMesh.from_group(job.groups.tp, job.pipeline.device.type)
     states = {name: optimizer.state.get(p, {}) for name, p in job.named_parameters()}
@@ -133,7 +135,9 @@ def _load_pieces(job: Parallel, values: dict[str, Tensor], target: Callable[[Any
             target(parameter).copy_(values[name])
         return
     for flat in job.flats:
-        deal_out(flat, values, {n: target(p) for n, p in zip(flat.names, flat.pieces, strict=True)})
+        copy_to_pieces(
+            flat, values, {n: target(p) for n, p in zip(flat.names, flat.pieces, strict=True)}
+        )
 
 
 def _to_dtensors(job: Parallel, mine: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:

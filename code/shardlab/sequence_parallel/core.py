@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardlab.data_parallel.buckets import add_up
+from shardlab.data_parallel.buckets import all_reduce_gradients
 from shardlab.ranks import check_group
 from shardlab.ranks.gather import reduce_scatter
 from shardlab.ranks.torch_compat import all_gather_single
@@ -170,4 +170,4 @@ def sum_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     _, ranks = check_group(group)
     gradients = [p.grad for p in find_partial_gradients(model) if p.grad is not None]
     if ranks > 1:
-        add_up(gradients, group, joined=True)
+        all_reduce_gradients(gradients, group, coalesce=True)

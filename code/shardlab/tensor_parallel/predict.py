@@ -40,7 +40,7 @@ def predict_state_bytes(
     Raises ValueError for a t that is not in `feasible_degrees`.
     """
     check_degree(config, t)
-    held = sum(memory.parameters(config, Layout(tp=t)).values())
+    held = sum(memory.count_rank_parameters(config, Layout(tp=t)).values())
     return {
         "parameters": held * itemsize,
         "gradients": held * itemsize,

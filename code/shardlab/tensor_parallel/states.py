@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab import ranks
-from shardlab.data_parallel.buckets import clip_by_joint_norm
+from shardlab.data_parallel.buckets import clip_by_global_norm
 from shardlab.gpt.model import GPT
 from shardlab.ranks import check_group
 from shardlab.ranks.checks import check_state
@@ -166,7 +166,7 @@ def initialize_shards(
 
 
 def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
-    """Scale gradients down to a joint norm of at most `limit`; return the norm before.
+    """Scale gradients down to a global norm of at most `limit`; return the norm before.
 
     Squares of cut parameters are added up over the ranks; whole parameters, which all ranks have,
     and copies count once. torch's own `nn.utils.clip_grad_norm_` would compute another norm on
@@ -184,7 +184,7 @@ def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
             whole.append(parameter)
         else:
             (copies if rank % (ranks // several) else own).append(parameter)
-    return clip_by_joint_norm(model, limit, [group], own, replicated=whole, copies=copies)
+    return clip_by_global_norm(model, limit, [group], own, replicated=whole, copies=copies)
 
 
 def _make_real(model: GPT, device: torch.device, dtype: torch.dtype) -> None:

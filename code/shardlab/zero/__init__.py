@@ -7,13 +7,15 @@ whole model. With ZeRO each rank owns a shard of some of these:
 2. `Zero2`: also the gradients, which are reduce-scattered as they arrive;
 3. `Zero3`: also the parameters, which are gathered just before they are used.
 
-`shard(module, group, stage)` makes one of them. A training step is in two files: `core` has the
-stages, `flat` the flat tensors of N equal shards. torch's optimizers see only this rank's shard.
-`units` decides what stage 3 gathers together; `wrapper` does the work between steps, with `saved`,
-which converts between flat pieces and whole tensors; `predict` has what a rank holds and sends.
+`shard_module(module, group, stage)` makes one of them. A training step is in two files: `core` has
+the stages, `flat` the flat tensors of N equal shards. torch's optimizers see only this rank's
+shard. `units` decides what stage 3 gathers together; `wrapper` does the work between steps, with
+`checkpointing`, which converts between flat pieces and full tensors; `predict` has formulas.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 """
+
+# ruff: noqa: F401 - the names of the package
 
 from __future__ import annotations
 
@@ -22,36 +24,19 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from .checkpointing import init_optimizer_states
 from .core import Unit, Zero1, Zero2, Zero3
-from .flat import Flat, Gradients, Reducer, ReduceScatter, all_gather
-from .predict import predicted_sent, predicted_states
-from .saved import warm
-from .wrapper import Sharded
-
-__all__ = [
-    "Flat",
-    "Gradients",
-    "ReduceScatter",
-    "Reducer",
-    "Sharded",
-    "Unit",
-    "Zero1",
-    "Zero2",
-    "Zero3",
-    "all_gather",
-    "predicted_sent",
-    "predicted_states",
-    "shard",
-    "warm",
-]
+from .flat import FlatGrads, FlatParams, Reducer, ReduceScatter, all_gather
+from .predict import predict_bytes_sent, predict_state_bytes
+from .wrapper import ShardedModule
 
 STAGES = {1: Zero1, 2: Zero2, 3: Zero3}
 
 
-def shard(
+def shard_module(
     module: nn.Module, group: dist.ProcessGroup, stage: int, **options: Any
 ) -> Zero1 | Zero2 | Zero3:
     """Shard `module` over `group` in a ZeRO stage; options are those of the stage's class."""
     if type(stage) is not int or stage not in STAGES:
-        raise ValueError(f"stage={stage!r}: allowed are 1, 2 and 3")
+        raise ValueError(f"stage={stage!r}: must be 1, 2 or 3")
     return STAGES[stage](module, group, **options)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
-Choice = nn.Module | Sequence[nn.Module]
+UnitSpec = nn.Module | Sequence[nn.Module]
 
 
-def modules_of(module: nn.Module, units: Sequence[Choice] | None) -> list[dict[str, nn.Module]]:
+def find_units(module: nn.Module, units: Sequence[UnitSpec] | None) -> list[dict[str, nn.Module]]:
     """Return the modules of each unit by name; by default each of `module.blocks` is a unit.
 
     Raises ValueError for modules outside `module` and for overlapping units.
@@ -21,11 +21,11 @@ def modules_of(module: nn.Module, units: Sequence[Choice] | None) -> list[dict[s
     within = [below for unit in chosen for part in unit for below in part.modules()]
     if len(names.keys() & set(within)) < len(within):
         kinds = [[type(part).__name__ for part in unit] for unit in chosen]
-        raise ValueError(f"units={kinds}: allowed are parts of the module, none inside another")
+        raise ValueError(f"units={kinds}: must be parts of the module, none inside another")
     return [{names[part]: part for part in unit} for unit in chosen]
 
 
-def owners(module: nn.Module, units: Sequence[Sequence[nn.Module]]) -> list[list[nn.Parameter]]:
+def assign_parameters(module: nn.Module, units: list[list[nn.Module]]) -> list[list[nn.Parameter]]:
     """Return the parameters of each unit, and last those of the rest of the module.
 
     A parameter that two units share, or a unit and the rest, belongs to the rest.

@@ -14,15 +14,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlab import ranks
-from shardlab.data_parallel.buckets import Backward, clip_by_joint_norm, copy_from_rank_0, deal
+from shardlab.data_parallel import buckets
 from shardlab.layout.boxes import Box, TensorPiece, make_full_box
 from shardlab.ranks.checks import check_state
 
-from . import saved
-from .flat import Flat
+from .checkpointing import (
+    collect_optimizer_states,
+    copy_to_pieces,
+    gather_full_tensors,
+    gather_rows,
+    init_optimizer_states,
+    list_pieces,
+)
+from .flat import FlatParams
 
 
-class Sharded(nn.Module):
+class ShardedModule(nn.Module):
     """A wrapper of `module` with which this rank trains its own pieces of the parameters.
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
@@ -45,7 +52,7 @@ class Sharded(nn.Module):
     the arguments of the stage's class.)
     """
 
-    keep = False  # True: full gradients stay in memory after the reduce-scatter
+    keep_full = False  # True: full gradients stay in memory after the reduce-scatter
 
     def __init__(
         self,
@@ -57,28 +64,30 @@ class Sharded(nn.Module):
     ):
         super().__init__()
         if reduction not in ("auto", "ordered", "library"):
-            allowed = "allowed are 'auto', 'ordered' and 'library'"
-            raise ValueError(f"reduction={reduction!r}: {allowed}")
+            raise ValueError(f"reduction={reduction!r}: must be 'auto', 'ordered' or 'library'")
         options = {"compute_dtype": compute_dtype, "reduction": reduction, **own}
         ranks.check_model(module, group, stage=type(self), **options)
         if not all(p.is_floating_point() for p in module.parameters()):
             kind = type(module).__name__
-            raise ValueError(f"module={kind}: allowed are parameters of floating-point types alone")
+            raise ValueError(f"module={kind}: all parameters must have a floating-point dtype")
         self.module, self.group, self.compute_dtype = module, group, compute_dtype
         on_cpu = next(module.parameters()).device.type == "cpu"
         self.ordered = reduction == "ordered" or (reduction == "auto" and on_cpu)
-        self.flats: list[Flat] = []
+        self.flats: list[FlatParams] = []
         self.frozen: dict[str, nn.Parameter] = {}  # whole on every rank
         self._names = {p: name for name, p in module.named_parameters()}
-        self._backward = Backward()
-        copy_from_rank_0(module.buffers(), group)
+        self._backward = buckets.BackwardTracker()
+        buckets.copy_from_rank_0(module.buffers(), group)
 
-    def _shard(self, parameters: Iterable[nn.Parameter], stay: bool, *limits: float) -> list[Flat]:
-        """Move parameters, as they are on rank 0, into flat tensors; limits: see `buckets.deal`."""
+    def _shard_parameters(
+        self, parameters: Iterable[nn.Parameter], keep_full: bool, *limits: float
+    ) -> list[FlatParams]:
+        """Move parameters, as they are on rank 0, into flat tensors; limits: of buckets."""
         flats = []
-        for bucket in deal(parameters, *limits):
+        for bucket in buckets.split_into_buckets(parameters, *limits):
             named = {self._names[p]: p for p in bucket}
-            flats.append(Flat(named, self.group, self.compute_dtype or bucket[0].dtype, stay))
+            dtype = self.compute_dtype or bucket[0].dtype
+            flats.append(FlatParams(named, self.group, dtype, keep_full))
         self.flats += flats
         return flats
 
@@ -99,19 +108,19 @@ class Sharded(nn.Module):
     def no_sync(self) -> Any:
         """Raise ValueError, except in stage 1: see Zero1."""
         raise ValueError(
-            f"no_sync: {type(self).__name__} keeps a shard of the gradients, so each backward has "
-            "to send them; allowed is Zero1, which keeps them whole"
+            f"no_sync: {type(self).__name__} keeps only a shard of the gradients, so each backward "
+            "has to send them; use Zero1, which keeps full gradients"
         )
 
     def clip_grad_norm_(self, limit: float) -> Tensor:
-        """Scale gradients down to a joint norm of at most `limit`; return the norm before.
+        """Scale gradients down to a global norm of at most `limit`; return the norm before.
 
         Each rank computes its shard's share of the sum of squares; one number is summed over the
         ranks. The norm equals torch.nn.utils.clip_grad_norm_'s in one process, up to summation
         order. Every rank calls this. Raises ValueError for a limit below 0, and on every rank when
         the first call's limits differ.
         """
-        return clip_by_joint_norm(self, limit, [self.group], self.parameters())
+        return buckets.clip_by_global_norm(self, limit, [self.group], self.parameters())
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -121,7 +130,7 @@ class Sharded(nn.Module):
         """
         tensors = {name: p.detach().clone() for name, p in self.frozen.items()}
         for flat in self.flats:
-            full = saved.assembled(flat, flat.pieces)
+            full = gather_full_tensors(flat, flat.pieces)
             tensors |= {name: view.clone() for name, view in full.items()}
         return {
             name: tensors[self._names[t]] if t in self._names else t.detach().clone()
@@ -139,11 +148,12 @@ class Sharded(nn.Module):
         }
         check_state(state, {name: shapes.get(t, t.shape) for name, t in own.items()})
         for flat in self.flats:
-            flat.shard.copy_(flat.join(state[name] for name in flat.names)[flat.own])
+            full = flat.flatten_tensors(state[name] for name in flat.names)
+            flat.shard.copy_(full[flat.shard_slice])
         for name, tensor in own.items():
             if tensor not in shapes:
                 tensor.copy_(state[name])
-        self.changed()
+        self.mark_changed()
 
     @contextmanager
     def checkpoint_tensors(
@@ -158,12 +168,12 @@ class Sharded(nn.Module):
         pieces = dict(self.named_parameters())
         made = [p for p in pieces.values() if to_load and p not in optimizer.state]
         if to_load:
-            self._warm_up(optimizer)
+            self._init_optimizer_states(optimizer)
         try:
-            rows = saved.rows(self.flats, pieces)
+            rows = gather_rows(self.flats, pieces)
             own = self.module.state_dict(keep_vars=True)
             weights = {name: rows.get(self._names.get(t), t.detach()) for name, t in own.items()}
-            states = saved.states(self.flats, pieces, optimizer, self.group)
+            states = collect_optimizer_states(self.flats, pieces, optimizer, self.group)
             yield {"model": weights, "optimizer": states}
         finally:
             for piece in made:
@@ -173,32 +183,33 @@ class Sharded(nn.Module):
     def restore(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Load tensors of `checkpoint_tensors`, saved by any number of ranks."""
         pieces = dict(self.named_parameters())
-        self._warm_up(optimizer)
+        self._init_optimizer_states(optimizer)
         for name, piece in pieces.items():
             if name not in state["optimizer"]:
                 optimizer.state.pop(piece, None)
         # The checkpoint has already filled whole tensors in place.
         for flat in self.flats:
-            saved.deal_out(flat, state["model"], pieces)
+            copy_to_pieces(flat, state["model"], pieces)
         for key in sorted({key for of in state["optimizer"].values() for key in of}):
             values = {name: of[key] for name, of in state["optimizer"].items() if key in of}
             targets = {name: optimizer.state[pieces[name]][key] for name in values}
             for flat in self.flats:
-                saved.deal_out(flat, values, {n: t for n, t in targets.items() if t.dim()})
+                copy_to_pieces(flat, values, {n: t for n, t in targets.items() if t.dim()})
             for name, target in targets.items():
                 if not target.dim():
                     target.copy_(values[name])
 
-    def _warm_up(self, optimizer: torch.optim.Optimizer) -> None:
+    def _init_optimizer_states(self, optimizer: torch.optim.Optimizer) -> None:
         given = {p for group in optimizer.param_groups for p in group["params"]}
-        saved.warm([p for p in self.parameters() if p in given and p.requires_grad], optimizer)
-        self.changed()  # it was an optimizer step, and then all ranks must gather
+        trained = [p for p in self.parameters() if p in given and p.requires_grad]
+        init_optimizer_states(trained, optimizer)
+        self.mark_changed()  # it was an optimizer step, and then all ranks must gather
 
     def pieces(self, boxes: Mapping[str, Box] | None = None) -> list[TensorPiece]:
         """Return this rank's trained tensors and buffers as boxes of the plain module's tensors.
 
-        The boxes are views: after filling them, call `changed` on all ranks. boxes: the part of
-        each plain tensor that the module has, if the module itself is cut.
+        The boxes are views: after filling them, call `mark_changed` on all ranks. boxes: the part
+        of each plain tensor that the module has, if the module itself is cut.
         """
         parts = {name: make_full_box(parameter.shape) for name, parameter in self.frozen.items()}
         for flat in self.flats:
@@ -208,19 +219,18 @@ class Sharded(nn.Module):
         parts |= boxes or {}
         found = [TensorPiece(name, parts[name], p.detach()) for name, p in self.frozen.items()]
         found += [TensorPiece(n, make_full_box(b.shape), b) for n, b in self.module.named_buffers()]
-        return found + [piece for flat in self.flats for piece in saved.pieces_of(flat, parts)]
+        return found + [piece for flat in self.flats for piece in list_pieces(flat, parts)]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Raise ValueError: the tensors of one rank are no model."""
-        raise ValueError("state_dict: a rank has a shard alone; allowed is full_state_dict()")
+        raise ValueError("state_dict: a rank has only a shard; call full_state_dict() instead")
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Raise ValueError: one rank's tensors are no model."""
-        raise ValueError("load_state_dict: allowed is load_full_state_dict()")
+        raise ValueError("load_state_dict: call load_full_state_dict() instead")
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise ValueError: a move or conversion would separate parameters from flat tensors."""
-        raise ValueError("a sharded model stays where it is: move or convert the module before")
+        raise ValueError("a sharded model cannot be moved: move or convert it before sharding")
 
-    def changed(self) -> None:
+    def mark_changed(self) -> None:
         """Note that pieces have new values; a no-op in stage 3, where each forward gathers them."""

@@ -101,7 +101,7 @@ def _counted(settings: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
         name = settings.pop("model")
         check_one_of(PRESETS, model=name)
         model = get_structure(PRESETS[name])
-        counted = memory.estimate(PRESETS[name], layout, **({"device": "gpu"} | settings))
+        counted = memory.estimate_step(PRESETS[name], layout, **({"device": "gpu"} | settings))
         more["peak"], seq = counted.peak, settings.get("seq", model.seq)
     else:
         model, name = _model(settings)

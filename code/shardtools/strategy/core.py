@@ -113,12 +113,12 @@ def predict_seconds(job: Job, rates: RateValues, needed: float = 0.0) -> StepSec
     fullest = job.fullest_stage
     first = sum(n * layers[kind][0].total for kind, n in job.count_layers(fullest))
     held = job.count_parameters(fullest)
-    kept = held.shard(job.layout) if job.layout.zero else held.all
+    kept = held.count_sharded(job.layout) if job.layout.zero else held.total
     parts = {name: m * value for name, value in vars(slowest).items()} | {
         "bubble": _bubble_seconds(job, layers, work, slowest),
         "messages": _message_seconds(job, rates, busy),
         "data": data_parallel_seconds(job, rates, fullest, busy, first),
-        "optimizer": _optimizer_seconds(job, rates, held.all, kept),
+        "optimizer": _optimizer_seconds(job, rates, held.total, kept),
         "host": offload_seconds(job, rates, kept, busy),
     }
     retry = _retry_probability(job, rates, needed)

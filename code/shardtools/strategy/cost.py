@@ -181,7 +181,7 @@ def bubble_ratio(layout: Layout) -> float:
 def _data_seconds(
     config: Config | Structure, machine: Machine, layout: Layout, stages: list[Stage]
 ) -> float:
-    held = [sum(memory.parameters(config, layout, stage).values()) for stage in stages]
+    held = [sum(memory.count_rank_parameters(config, layout, stage).values()) for stage in stages]
     group, replicas = layout.zero_degree, layout.replicas
     sent = sum(zero_traffic(max(held), layout.zero, group, layout.microbatches).values())
     seconds = _ring_seconds(machine, sent * group / max(1, group - 1), group, layout.tp)

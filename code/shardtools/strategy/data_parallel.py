@@ -25,7 +25,8 @@ def data_parallel_seconds(
     # All-reduces, which send each byte twice, and of which backward hides a part.
     exposed = 2 * job.profile.wire_bytes.gradient * rates.exposed_reduce
     if layout.replicas > 1:  # HSDP: each rank all-reduces its gradient shard with other groups
-        part = job.count_parameters(stage).shard(layout) * (layout.replicas - 1) / layout.replicas
+        sharded = job.count_parameters(stage).count_sharded(layout)
+        part = sharded * (layout.replicas - 1) / layout.replicas
         seconds += exposed * part / link_rate(job, rates, layout.replicas, layout.zero_degree)
     if job.model.tied and layout.pp > 1:
         ends = job.model.vocab * job.model.hidden / layout.tp
@@ -72,7 +73,7 @@ def _seconds_per_byte(job: Job, rates: RateValues, stage: Stage) -> float:
     """Return the seconds to scatter or gather one byte per parameter in a sharding group."""
     group, ep, held = job.layout.zero_degree, job.layout.ep, job.count_parameters(stage)
     own = held.experts
-    taken = (held.all - own) * (group - 1) / group / link_rate(job, rates, group)
+    taken = (held.total - own) * (group - 1) / group / link_rate(job, rates, group)
     if own and (same := job.layout.expert_zero_degree) > 1:  # ranks that hold the same experts
         stride = max(1, ep * job.layout.expert_tp // job.layout.tp)
         taken += own * (same - 1) / same / link_rate(job, rates, same, stride)

@@ -16,10 +16,10 @@ from math import ceil, exp
 from shardlab.layout import Stage
 from shardlab.layout.core import parse_recompute
 from shardlab.layout.structure import LayerKind
-from shardlab.memory import in_flight
-from shardlab.memory.activations import deferred
-from shardlab.memory.core import WIDE, states_of
-from shardlab.memory.step import Unit
+from shardlab.memory import count_in_flight
+from shardlab.memory.activations import count_deferred
+from shardlab.memory.core import WIDE_TENSORS, compute_states
+from shardlab.memory.step_estimate import GatherUnit
 
 from .core import SMOOTH_POWER, gpu_to_cpu_ratio
 from .cost import ELEMENT_BYTES
@@ -71,17 +71,17 @@ def _stage_memory(job: Job, rates: RateValues, stage: int, late_bytes: float) ->
     """Return a stage's reserved bytes; late: bytes of late-freed buffers if memory allows them."""
     here = job.stages[stage]
     layout, held = job.layout, job.count_parameters(here)
-    state = states_of(held.all, held.shard(layout), layout, job.profile.recipe)
-    in_flight_count = in_flight(layout, stage)
+    state = compute_states(held.total, held.count_sharded(layout), layout, job.profile.recipe)
+    in_flight_count = count_in_flight(layout, stage)
     kept = activation_bytes(job, rates, here) * in_flight_count
-    if (deferred_count := deferred(layout, stage)) and layout.recompute == "none":
+    if (deferred_count := count_deferred(layout, stage)) and layout.recompute == "none":
         selective = replace(job, layout=replace(layout, recompute="selective"))
         saved = activation_bytes(job, rates, here) - activation_bytes(selective, rates, here)
         kept -= saved * deferred_count
     logits = here.has_head * rates.logit_bytes * job.tokens * ceil(job.model.vocab / layout.tp)
     parts = (
         state.parameters, state.gradients, state.optimizer, kept, logits,
-        _buffer_bytes(job, rates, here, held.all), kept * (rates.fragments - 1),
+        _buffer_bytes(job, rates, here, held.total), kept * (rates.fragments - 1),
     )  # fmt: skip
     fixed = rates.overhead * GIB
     # Without room for them, buffers are freed at once instead of late.
@@ -109,7 +109,9 @@ def host_bytes(job: Job) -> int:
     if layout.offload == "none":
         return 0
     held = [job.count_parameters(stage) for stage in job.stages]
-    return max(states_of(one.all, one.shard(layout), layout, recipe).host for one in held)
+    return max(
+        compute_states(one.total, one.count_sharded(layout), layout, recipe).host for one in held
+    )
 
 
 def activation_bytes(job: Job, rates: RateValues, stage: Stage) -> float:
@@ -130,7 +132,8 @@ def _layer_activation_bytes(job: Job, rates: RateValues, kind: LayerKind) -> flo
     if core and profile.attention == "plain" and "attention" not in again:
         # Engines with plain attention train with dropout: scores twice, and a mask of 1 B each.
         heads += (2 * ELEMENT_BYTES + 1) * core.heads * job.seq
-    tensors = (WIDE if "ffn" in again else profile.mlp_tensors)["swiglu" if kind.gated else "gelu"]
+    mlp = "swiglu" if kind.gated else "gelu"
+    tensors = (WIDE_TENSORS if "ffn" in again else profile.mlp_tensors)[mlp]
     wide = ELEMENT_BYTES * (tensors // 2 if "ffn" in again else tensors) * kind.active_width
     rows = 2 * ELEMENT_BYTES * kind.routed.top_k * kind.routed.input_width if kind.routed else 0
     return job.tokens * ((outside + rows) / job.sequence_shards + (heads + wide) / t)
@@ -144,7 +147,7 @@ def _buffer_bytes(job: Job, rates: RateValues, stage: Stage, params: int) -> flo
         return profile.bucket_bytes * params
     if layout.zero < 3:
         return rates.gather_buffers * recipe.parameters * params
-    return Unit.of(job.model, layout, stage).gathered(recipe)
+    return GatherUnit.from_stage(job.model, layout, stage).gathered_bytes(recipe)
 
 
 def _late_buffer_bytes(job: Job, rates: RateValues) -> float:

@@ -13,7 +13,7 @@ from shardlab.common.machines import Machine
 from shardlab.common.shapes import Config
 from shardlab.layout import Layout, Stage, Structure, get_structure
 from shardlab.layout.structure import LayerKind
-from shardlab.memory.counting import Held, by_kind, held_by
+from shardlab.memory.counting import ParamCounts, count_held, list_layer_kinds
 
 from .profile import Profile
 
@@ -45,7 +45,7 @@ class Job:
     @cached_property  # independent of the rates: a fit predicts each job a thousand times
     def fullest_stage(self) -> Stage:
         """The stage whose ranks hold the most parameters."""
-        return max(self.stages, key=lambda stage: self.count_parameters(stage).all)
+        return max(self.stages, key=lambda stage: self.count_parameters(stage).total)
 
     @property
     def flops(self) -> float:
@@ -80,10 +80,10 @@ class Job:
         layout = self.layout
         return self.profile.captures_graph and layout.pp == 1 and layout.offload != "parameters"
 
-    def count_parameters(self, stage: Stage) -> Held:
+    def count_parameters(self, stage: Stage) -> ParamCounts:
         """Return the parameters of one rank of a stage."""
-        return held_by(self.model, self.layout, stage)
+        return count_held(self.model, self.layout, stage)
 
     def count_layers(self, stage: Stage) -> list[tuple[LayerKind, int]]:
         """Return the kinds of layers of a stage, and how many of each it has."""
-        return by_kind(self.model, stage)
+        return list_layer_kinds(self.model, stage)

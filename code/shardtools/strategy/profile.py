@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from shardlab.memory.core import PRECISIONS, WIDE, Recipe
+from shardlab.memory.core import PRECISIONS, WIDE_TENSORS, Recipe
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Profile:
     # "flash" keeps no scores and computes no masked pairs; "plain" does both.
     attention: str = "flash"
     # Tensors that a feed-forward network saves for backward, by its kind.
-    mlp_tensors: Mapping[str, int] = field(default_factory=lambda: WIDE)
+    mlp_tensors: Mapping[str, int] = field(default_factory=lambda: WIDE_TENSORS)
     recipe: Recipe = PRECISIONS["bf16"]  # precision of model states
     bucket_bytes: int = 2  # extra bytes per parameter without ZeRO (DDP's buckets)
     wire_bytes: WireBytes = WireBytes(2, 2)  # bytes per parameter in communication
@@ -71,7 +71,7 @@ COURSE = Profile("course")
 # nanotron, early 2025: REDUCE_SCATTER tensor parallelism, a fused norm, flash attention; float32
 # gradients are an accumulator beside the 16-bit ones; the loss is computed in float32.
 NANOTRON = Profile(
-    "nanotron", stage_rule="nanotron", mlp_tensors={**WIDE, "gelu": 3},
+    "nanotron", stage_rule="nanotron", mlp_tensors={**WIDE_TENSORS, "gelu": 3},
     recipe=PRECISIONS["bf16-fp32-gradients"], wire_bytes=WireBytes(4, 2), accumulate_bytes=10,
     all_reduces_gradients=True, prefetches_weights=False, sequence_parallel=True,
     zero_stages=(0, 1), has_interleaving=False, recompute_operators=(), offload_states=(),
@@ -83,10 +83,8 @@ NANOTRON = Profile(
 MEGATRON = Profile(
     "megatron",
     attention="plain",
-    mlp_tensors={
-        **WIDE,
-        "swiglu": 3,
-    },  # SiLU is computed again in backward; gelu: 16 sbh for F = 4h
+    # SiLU is computed again in backward; gelu: 16 sbh for F = 4h.
+    mlp_tensors={**WIDE_TENSORS, "swiglu": 3},
     recipe=PRECISIONS["bf16-fp32-gradients"],
     bucket_bytes=0,
     wire_bytes=WireBytes(4, 2),

@@ -44,7 +44,7 @@ def main() -> None:
     """Run them all."""
     for module in SLOW:
         importlib.import_module(module)
-    deepspeed_engine.prepare()
+    deepspeed_engine.import_deepspeed()
     for gpus in (1, 2, 4):
         if gpus > int(os.environ["REHEARSE"]):
             break

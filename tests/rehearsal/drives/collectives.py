@@ -28,11 +28,11 @@ def shards():
     whole = torch.arange(12.0, device=ranks.device())
     mine = whole.chunk(size)[rank]
     got = torch.empty_like(mine)
-    collectives.reduce_scatter(got, collectives.split(_mine(), size), group)
+    collectives.reduce_scatter(got, collectives.split_evenly(_mine(), size), group)
     near(got, mine * size + sum(range(size)))
     outputs = list(torch.empty(size, 12 // size, device=mine.device))
     collectives.all_gather(outputs, mine.clone(), group)
     near(torch.cat(outputs), whole)
-    collectives.all_to_all(outputs, collectives.split(_mine(), size), group)
+    collectives.all_to_all(outputs, collectives.split_evenly(_mine(), size), group)
     near(torch.stack(outputs), mine + torch.arange(size, device=mine.device)[:, None])
     collectives.barrier(group)

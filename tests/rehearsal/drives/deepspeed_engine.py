@@ -10,10 +10,10 @@ from .common import batch, local_batch, model, near, world
 
 def every_stage():
     _, _, size = world()
-    engines.prepare()
+    engines.import_deepspeed()
     for stage in range(4):
         plain = model()
-        settings = engines.config(Layout(size, zero=stage, micro_batch=4 // size))
+        settings = engines.build_config(Layout(size, zero=stage, micro_batch=4 // size))
         engine = engines.initialize(model(), settings)
-        near(engines.weights(engine)["head.weight"], plain.head.weight.cpu(), 0.0)
+        near(engines.gather_weights(engine)["head.weight"], plain.head.weight.cpu(), 0.0)
         engines.step(engine, [tuple(map(local_batch, batch()))])

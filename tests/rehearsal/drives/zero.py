@@ -12,7 +12,7 @@ from .common import batch, local_batch, model, world
 
 def bf16():
     for stage in (1, 3):
-        mine = zero.shard(model(), world()[0], stage, compute_dtype=torch.bfloat16)
+        mine = zero.shard_module(model(), world()[0], stage, compute_dtype=torch.bfloat16)
         optimizer = torch.optim.AdamW(mine.parameters(), lr=1e-3, foreach=False)
         x, y = map(local_batch, batch())
         loss(mine(x), y).backward()

@@ -19,7 +19,7 @@ from .target import Target
 FILE_NAME = "ds_config.json"
 
 # Names of the course's plain GPT: column-parallel matrices, then row-parallel ones, whose outputs
-# are all-reduced. `deepspeed_engine.core.COURSE_PLAN` is the same.
+# are all-reduced. `deepspeed_engine.core.COURSE_TP_PLAN` is the same.
 TENSOR_PLAN = {
     "use_default_specs": False,
     "layer_specs": [
@@ -79,7 +79,7 @@ def _setting_rows(target: Target) -> list[tuple[bool, str, Any, str]]:
         f"{why['recompute']}.\n".capitalize()
         + "These are settings only: the program has to call deepspeed.checkpointing.checkpoint\n"
         f"on {what}; for the course's GPT, "
-        "shardlab.deepspeed_engine.recompute on each layer."
+        "shardlab.deepspeed_engine.enable_recompute on each layer."
     )
     return [
         (True, "train_micro_batch_size_per_gpu", layout.micro_batch, f"b: {why['micro_batch']}"),

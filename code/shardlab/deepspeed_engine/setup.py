@@ -20,15 +20,15 @@ from typing import Any
 from shardlab import ranks
 
 
-def prepare() -> Any:
+def import_deepspeed() -> Any:
     """Import DeepSpeed, configure it for this process's device, and return the module.
 
-    All functions of this package call `prepare`. Call it before `ranks.run` to spare each forked
+    All functions of this package call this one. Call it before `ranks.run` to spare each forked
     rank the import of a second or more. Raises ImportError if DeepSpeed is not installed.
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise ImportError(
-            "this needs DeepSpeed, which is not installed here: "
+            "DeepSpeed is not installed here: "
             "pip install deepspeed (any 0.19; without a compiler: DS_BUILD_OPS=0)"
         )
     device = ranks.device().type
@@ -54,7 +54,7 @@ def prepare() -> Any:
             # The old stream is the importing process's and may be closed: setStream would flush it.
             handler.stream = sys.stderr
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    ranks.register_cleanup(_forget)
+    ranks.register_cleanup(_reset_global_state)
     return deepspeed
 
 
@@ -67,7 +67,7 @@ def _use_accelerator(device: str) -> None:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def suppress_output() -> Iterator[None]:
     """Suppress all output and warnings of DeepSpeed inside this context."""
     with (
         open(os.devnull, "w") as nowhere,
@@ -79,7 +79,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def _forget() -> None:
+def _reset_global_state() -> None:
     """Reset DeepSpeed's global state after a run: a process under torchrun has several runs."""
     name = "deepspeed.{}".format
     importlib.import_module(name("comm.comm")).cdb = None

@@ -17,7 +17,7 @@ from shardlab import ranks
 from shardlab.common.arguments import check_integer
 from shardlab.gpt.model import GPT, loss
 
-from .start import prepare, quiet
+from .setup import import_deepspeed, suppress_output
 
 TIED = "embedding"  # DeepSpeed's key of the matrix that the first and the last layer share
 
@@ -34,12 +34,12 @@ class Embedding(nn.Module):
         return F.embedding(tokens_BS, self.weight)
 
 
-def unembed(embedding: Embedding, x_BSH: Tensor) -> Tensor:
+def apply_tied_head(embedding: Embedding, x_BSH: Tensor) -> Tensor:
     """Apply the tied head, [B, S, H] @ [H, V]."""
     return F.linear(x_BSH, embedding.weight)
 
 
-def layers(model: GPT) -> tuple[list[Any], list[str]]:
+def list_layers(model: GPT) -> tuple[list[Any], list[str]]:
     """Return the model as a list of layers for DeepSpeed, and each layer's name in the model."""
     from deepspeed.pipe import TiedLayerSpec
 
@@ -48,14 +48,14 @@ def layers(model: GPT) -> tuple[list[Any], list[str]]:
     if not model.config.tied:
         return [model.embedding, *middle, model.head], names
     first = TiedLayerSpec(TIED, Embedding, model.embedding.weight)
-    last = TiedLayerSpec(TIED, Embedding, model.embedding.weight, forward_fn=unembed)
+    last = TiedLayerSpec(TIED, Embedding, model.embedding.weight, forward_fn=apply_tied_head)
     return [first, *middle, last], names
 
 
-def pipeline(model: GPT, stages: int) -> Any:
+def to_pipeline_module(model: GPT, stages: int) -> Any:
     """Convert `model` to DeepSpeed's PipelineModule of `stages` stages, for `initialize`.
 
-        engine = initialize(pipeline(GPT(shape), 2), config(Layout(pp=2, microbatches=4)))
+        engine = initialize(to_pipeline_module(GPT(shape), 2), build_config(Layout(pp=2)))
 
     Collective. Each stage gets an equal number of consecutive layers. With more ranks than stages,
     the pipeline is replicated for data parallelism. Every rank builds the whole model first, so
@@ -64,19 +64,19 @@ def pipeline(model: GPT, stages: int) -> Any:
     Raises ValueError if `stages` does not divide the ranks or exceeds the layers, and if ranks
     share a GPU: they use Gloo, which does not send GPU tensors from rank to rank.
     """
-    deepspeed = prepare()
+    deepspeed = import_deepspeed()
     from deepspeed.pipe import PipelineModule
 
     world = dist.get_world_size()
     check_integer(stages=stages)
     if world % stages:
-        raise ValueError(f"stages={stages!r}: allowed are divisors of the {world} ranks")
+        raise ValueError(f"stages={stages!r}: must divide the number of ranks ({world})")
     if ranks.device().type == "cuda" and dist.get_backend() == "gloo":
-        raise ValueError("device='cuda': with a GPU for several ranks allowed is device='cpu'")
-    with quiet():
-        sequence, names = layers(model)
+        raise ValueError("device='cuda': must be 'cpu' where several ranks share a GPU")
+    with suppress_output():
+        sequence, names = list_layers(model)
         if stages > len(sequence):
-            raise ValueError(f"stages={stages}: allowed are 1 to {len(sequence)}, one per layer")
+            raise ValueError(f"stages={stages}: must be at most {len(sequence)}, one per layer")
         deepspeed.init_distributed()  # uses the existing process group
         # PipelineModule seeds the random generators: restore their state afterwards.
         with torch.random.fork_rng():
@@ -94,7 +94,7 @@ def is_pipeline(engine: Any) -> bool:
     return isinstance(engine.module, PipelineModule)
 
 
-def full_names(cut: Any, name: str) -> list[str]:
+def plain_names_of(cut: Any, name: str) -> list[str]:
     """Return the plain model's names of a PipelineModule's parameter: two, if it is tied."""
     if name.startswith(f"tied_modules.{TIED}."):
         return ["embedding.weight", "head.weight"]

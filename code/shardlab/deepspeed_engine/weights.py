@@ -16,20 +16,20 @@ from torch import Tensor, nn
 
 from shardlab.ranks.gather import gather_objects
 
-from .core import folder_of
-from .pipe import full_names, is_pipeline
-from .start import prepare, quiet
+from .core import find_checkpoint
+from .pipeline import is_pipeline, plain_names_of
+from .setup import import_deepspeed, suppress_output
 
 
-def weights(engine: Any) -> dict[str, Tensor]:
+def gather_weights(engine: Any) -> dict[str, Tensor]:
     """Gather all weights on every rank, in float32 on the CPU, with the plain module's names.
 
     Collective. Returns the master weights if DeepSpeed keeps them separately (for a 16-bit model,
     or ZeRO), except with tensor parallelism, for which the model's own shards are gathered.
     """
-    deepspeed = prepare()
+    deepspeed = import_deepspeed()
     if is_pipeline(engine):
-        return _of_all_stages(engine)
+        return _gather_all_stages(engine)
     gathered: dict[str, Tensor] = {}
     for prefix, module in engine.module.named_modules(remove_duplicate=False):
         own = dict(module.named_parameters(recurse=False))
@@ -46,7 +46,7 @@ def weights(engine: Any) -> dict[str, Tensor]:
                 gathered[f"{prefix}.{name}".lstrip(".")] = _on_cpu(parameter)
     if engine.autotp_size() <= 1:
         for name, parameter in engine.module.named_parameters(remove_duplicate=False):
-            gathered[name] = _master(engine, parameter, gathered[name])
+            gathered[name] = _gather_master(engine, parameter, gathered[name])
     return gathered
 
 
@@ -54,7 +54,7 @@ def _on_cpu(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.float32, copy=True)
 
 
-def _master(engine: Any, parameter: nn.Parameter, otherwise: Tensor) -> Tensor:
+def _gather_master(engine: Any, parameter: nn.Parameter, otherwise: Tensor) -> Tensor:
     """Gather the float32 master weight of `parameter`; `otherwise` if it has none."""
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -69,11 +69,11 @@ def _master(engine: Any, parameter: nn.Parameter, otherwise: Tensor) -> Tensor:
     return otherwise if full is None else _on_cpu(full).view_as(otherwise)
 
 
-def _of_all_stages(engine: Any) -> dict[str, Tensor]:
+def _gather_all_stages(engine: Any) -> dict[str, Tensor]:
     mine = {}
     for name, parameter in engine.module.named_parameters():
-        value = _master(engine, parameter, _on_cpu(parameter))
-        mine.update(dict.fromkeys(full_names(engine.module, name), value))
+        value = _gather_master(engine, parameter, _on_cpu(parameter))
+        mine.update(dict.fromkeys(plain_names_of(engine.module, name), value))
     stages = gather_objects(mine, dist.group.WORLD)
     return {name: value for stage in stages for name, value in stage.items()}
 
@@ -88,19 +88,19 @@ def plain_state_dict(directory: str | Path, tag: str | None = None) -> dict[str,
     writes more than tensors into them.)
 
     Raises FileNotFoundError if there is no such checkpoint, ValueError for a tensor- or pipeline-
-    parallel one, whose parts only the running engine can gather (see `weights`).
+    parallel one, whose parts only the running engine can gather (see `gather_weights`).
     """
-    prepare()
-    folder = folder_of(directory, tag)
+    import_deepspeed()
+    folder = find_checkpoint(directory, tag)
     if [*folder.glob("*mp_rank_01_model_states.pt"), *folder.glob("layer_*")]:
         raise ValueError(
-            f"{folder}: written by tensor-parallel or pipeline ranks; allowed are those of "
-            "data-parallel ones: use weights(engine) while they run"
+            f"{folder}: must be written by data-parallel ranks alone; with tensor-parallel or "
+            "pipeline ranks, call gather_weights(engine) while they run"
         )
     if list(folder.glob("*_optim_states.pt")):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-        with quiet():
+        with suppress_output():
             return dict(get_fp32_state_dict_from_zero_checkpoint(str(directory), folder.name))
     state = torch.load(folder / "mp_rank_00_model_states.pt", "cpu", weights_only=False)
     return {name: value.float() for name, value in state["module"].items()}

@@ -11,7 +11,7 @@ from math import ceil
 
 from shardlab.layout import SINGLE_RANK, Layout
 
-from .core import OPTIMIZERS, check_recipe, states
+from .core import OPTIMIZERS, check_recipe, estimate_states
 
 
 def korthikanti_layer(
@@ -53,7 +53,7 @@ def bytes_per_parameter(
     """
     recipe = check_recipe(precision, optimizer)
     if layout.offload != "none":
-        raise ValueError(f"layout.offload={layout.offload!r}: allowed is 'none'")
+        raise ValueError(f"layout.offload={layout.offload!r}: must be 'none'")
     kinds = OPTIMIZERS[optimizer]
     kept = Fraction(recipe.master + kinds * recipe.state)
     if recipe.block:
@@ -64,7 +64,7 @@ def bytes_per_parameter(
     return sum(shared, Fraction())
 
 
-def largest(
+def find_max_parameters(
     memory: float, layout: Layout = SINGLE_RANK, precision: str = "bf16", optimizer: str = "adamw"
 ) -> int:
     """Return the most parameters whose states alone fit into `memory` bytes per rank.
@@ -74,10 +74,10 @@ def largest(
     each = bytes_per_parameter(precision, optimizer, layout)
     about = int(memory * layout.tp * layout.pp / each)
 
-    def needs(params: int) -> int:
-        return states(params, layout, precision, optimizer).total
+    def count_state_bytes(params: int) -> int:
+        return estimate_states(params, layout, precision, optimizer).total
 
-    return bisect_right(range(1, about + 2), memory, key=needs)  # shares are rounded up
+    return bisect_right(range(1, about + 2), memory, key=count_state_bytes)  # shares are rounded up
 
 
 def megatron_bytes(precision: str, d: int = 1, distributed: bool = True) -> Fraction:

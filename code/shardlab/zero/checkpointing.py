@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor, Shard
 from shardlab.layout.boxes import Box, TensorPiece, count_elements, get_box_shape, iter_range_boxes
 from shardlab.ranks.gather import gather_objects
 
-from .flat import Flat, all_gather
+from .flat import FlatParams, all_gather
 
 
-def warm(pieces: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+def init_optimizer_states(pieces: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
     """Create missing optimizer states of pieces: a step at learning rate 0 with zero gradients."""
     pieces = list(pieces)
     if all(p in optimizer.state for p in pieces):
@@ -46,8 +46,8 @@ def warm(pieces: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> No
         p.grad = before[p]
 
 
-def states(
-    flats: Sequence[Flat],
+def collect_optimizer_states(
+    flats: list[FlatParams],
     pieces: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
     group: dist.ProcessGroup,
@@ -69,72 +69,71 @@ def states(
                 mine.setdefault(name, {})[key] = None if as_rows else value.cpu()
     everyone = gather_objects((mine, wrong), group)
     if problems := [problem for _, problem in everyone if problem]:
-        kind, allowed = type(optimizer).__name__, "allowed are those with no other states"
-        raise ValueError(
-            f"optimizer={kind}: {problems[0]} is no number for each element; {allowed}"
-        )
+        words = f"{problems[0]} must have one number per element, or be a scalar"
+        raise ValueError(f"optimizer={type(optimizer).__name__}: {words}")
     known = {name: dict(of) for found, _ in reversed(everyone) for name, of in found.items()}
     for key in sorted({key for of in known.values() for key, value in of.items() if value is None}):
         names = [name for name, of in known.items() if of.get(key, 0) is None]
         values = {name: optimizer.state.get(pieces[name], {}).get(key) for name in names}
-        for name, value in rows(flats, values).items():
+        for name, value in gather_rows(flats, values).items():
             known[name][key] = value
     return known
 
 
-def assembled(flat: Flat, values: Sequence[Tensor | None]) -> dict[str, Tensor]:
+def gather_full_tensors(flat: FlatParams, values: Sequence[Tensor | None]) -> dict[str, Tensor]:
     """Return whole tensors by name, in the masters' dtype, from all ranks' values for their pieces.
 
     values: this rank's, one for each piece and of its shape; None stands for zeros. Every rank of
     the flat tensor's group calls this.
     """
-    full = flat.empty(flat.master).zero_()
-    for value, place in zip(values, flat.cut(full[flat.own]), strict=True):
+    full = flat.new_empty(flat.master_dtype).zero_()
+    for value, place in zip(values, flat.split_shard(full[flat.shard_slice]), strict=True):
         if place.numel() and value is not None:
             place.copy_(value.detach())
-    all_gather(full, flat.own, flat.group).wait()
-    return dict(zip(flat.names, flat.views(full), strict=True))
+    all_gather(full, flat.shard_slice, flat.group).wait()
+    return dict(zip(flat.names, flat.view_as_params(full), strict=True))
 
 
-def deal_out(flat: Flat, values: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+def copy_to_pieces(flat: FlatParams, values: dict[str, Any], targets: dict[str, Tensor]) -> None:
     """Copy this rank's part of `values` (whole tensors or rows, by name) into its `targets`."""
     if targets.keys().isdisjoint(flat.names):
         return
-    full = flat.empty(flat.master)
-    places = zip(flat.names, flat.views(full), flat.cut(full[flat.own]), strict=True)
-    for name, view, part in places:
+    full = flat.new_empty(flat.master_dtype)
+    views, parts = flat.view_as_params(full), flat.split_shard(full[flat.shard_slice])
+    for name, view, part in zip(flat.names, views, parts, strict=True):
         if name in targets:
             value = values[name]
             view.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
             targets[name].copy_(part)
 
 
-def pieces_of(flat: Flat, boxes: Mapping[str, Box]) -> Iterator[TensorPiece]:
+def list_pieces(flat: FlatParams, boxes: Mapping[str, Box]) -> Iterator[TensorPiece]:
     """Yield this rank's pieces of a flat tensor; boxes: each parameter's, in the plain tensor."""
-    for name, piece, (first, last) in zip(flat.names, flat.pieces, flat.spans(), strict=True):
+    ranges = flat.list_owned_ranges()
+    for name, piece, (first, last) in zip(flat.names, flat.pieces, ranges, strict=True):
         end = 0
         for box in iter_range_boxes(boxes[name], first, last):
             begin, end = end, end + count_elements(box)
             yield TensorPiece(name, box, piece.detach()[begin:end].view(get_box_shape(box)))
 
 
-def rows(flats: Sequence[Flat], values: Mapping[str, Tensor | None]) -> dict[str | None, Tensor]:
+def gather_rows(flats: list[FlatParams], values: Mapping[str, Tensor | None]) -> dict[Any, Tensor]:
     """Return this rank's rows, by name, of the `values` that any rank has for its pieces."""
-    found: dict[str | None, Tensor] = {}
+    found: dict[Any, Tensor] = {}
     for flat in flats:
         if values.keys().isdisjoint(flat.names):
             continue
         rank, size = dist.get_rank(flat.group), dist.get_world_size(flat.group)
         mesh = DeviceMesh.from_group(flat.group, flat.device.type)
-        for name, view in assembled(flat, [values.get(name) for name in flat.names]).items():
+        own = [values.get(name) for name in flat.names]
+        for name, view in gather_full_tensors(flat, own).items():
             if name not in values:
                 continue
             if not view.dim():
                 found[name] = view.clone()
                 continue
             chunks = view.chunk(size)  # some ranks may have none
-            own = chunks[rank] if rank < len(chunks) else view[:0]
+            local = (chunks[rank] if rank < len(chunks) else view[:0]).clone()
             full = {"shape": view.shape, "stride": view.stride()}
-            local = own.clone()
             found[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, **full)
     return found

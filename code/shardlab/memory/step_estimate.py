@@ -12,12 +12,12 @@ from shardlab.layout import SINGLE_RANK, Layout, Stage, Structure, get_structure
 from shardlab.layout.parameters import ParamInfo
 from shardlab.layout.structure import LayerKind
 
-from .activations import Activations, activations
-from .core import OPTIMIZERS, Recipe, States, check_recipe, states_of
-from .counting import by_kind, held_by, in_layer, is_matrix, placed
+from .activations import Activations, estimate_activations
+from .core import OPTIMIZERS, Recipe, States, check_recipe, compute_states
+from .counting import count_held, is_matrix, list_layer_entries, list_layer_kinds, resolve_stage
 from .units import ceil_div
 
-BUCKET = 25 * 2**20  # bytes of a gradient bucket, as in DDP
+BUCKET_BYTES = 25 * 2**20  # bytes of a gradient bucket, as in DDP
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Estimate:
         return max(self.moments.values())
 
 
-def estimate(
+def estimate_step(
     config: Config,
     layout: Layout = SINGLE_RANK,
     seq: int | None = None,
@@ -76,29 +76,29 @@ def estimate(
     Raises ValueError as `states` and `activations` do.
     """
     recipe = check_recipe(precision, optimizer, shape=True)
-    here = placed(config, layout, stage)
+    here = resolve_stage(config, layout, stage)
     pp, zero, shards = layout.pp, layout.zero, layout.zero_degree
     how: dict[str, Any] = {"attention": attention, "device": device}
     if stage is None and pp > 1:
-        of = partial(estimate, config, layout, seq, precision, optimizer, **how)
-        return max((of(stage=k) for k in fullest(layout)), key=lambda one: one.peak)
-    kept = activations(config, layout, seq, precision, stage=stage, **how)
+        of = partial(estimate_step, config, layout, seq, precision, optimizer, **how)
+        return max((of(stage=k) for k in candidate_stages(layout)), key=lambda one: one.peak)
+    kept = estimate_activations(config, layout, seq, precision, stage=stage, **how)
     model = get_structure(config)
-    mine = held_by(model, layout, here)
-    held = mine.all
-    matrices = mine.muon(layout)
-    state = states_of(held, mine.shard(layout), layout, recipe, optimizer, matrices)
-    unit = Unit.of(model, layout, here)
+    mine = count_held(model, layout, here)
+    held = mine.total
+    matrices = mine.count_muon(layout)
+    state = compute_states(held, mine.count_sharded(layout), layout, recipe, optimizer, matrices)
+    unit = GatherUnit.from_stage(model, layout, here)
     seq = (config.seq if seq is None else seq) // layout.cp
     tokens = 16 * layout.micro_batch * seq  # tokens and targets, int64
-    gathered = unit.gathered(recipe) if shards > 1 and zero == 3 else 0
-    buckets = on_the_way(layout, held * recipe.gradients)
+    gathered = unit.gathered_bytes(recipe) if shards > 1 and zero == 3 else 0
+    buckets = bucket_bytes(layout, held * recipe.gradients)
     messages = kept.stream * (2 if here.has_embedding or here.has_head else 3) if pp > 1 else 0
     earlier = layout.microbatches > 1
     sharded = zero if shards > 1 else 0
-    moments = _moments(kept, state, recipe, unit, earlier, sharded, shards)
+    moments = _moment_bytes(kept, state, recipe, unit, earlier, sharded, shards)
     if held and layout.offload == "none":  # else the optimizer computes in host memory
-        entries, muon = _in_order(model, here), optimizer == "muon"
+        entries, muon = _ordered_entries(model, here), optimizer == "muon"
         tensors = [
             e.count_elements(layout.tp if e.expert is None else layout.expert_tp)
             for e in entries
@@ -117,23 +117,23 @@ def estimate(
     )
 
 
-def fullest(layout: Layout) -> Iterable[int]:
+def candidate_stages(layout: Layout) -> Iterable[int]:
     """Return the candidates for the fullest stage: of equal stages, the ends."""
     return (0, layout.pp - 1) if layout.stages == "equal" else range(layout.pp)
 
 
-def on_the_way(layout: Layout, gradients: int) -> int:
+def bucket_bytes(layout: Layout, gradients: int) -> int:
     """Return the bytes of gradients in buckets; 0 with ZeRO-3, where weights are gathered too."""
     if layout.dp * layout.cp == 1 or (layout.zero == 3 and layout.zero_degree > 1):
         return 0
-    return gradients if layout.zero == 0 else min(gradients, BUCKET)
+    return gradients if layout.zero == 0 else min(gradients, BUCKET_BYTES)
 
 
-def _in_order(model: Structure, here: Stage) -> list[ParamInfo]:
+def _ordered_entries(model: Structure, here: Stage) -> list[ParamInfo]:
     """Return a stage's parameters in the model's order: two layers per kind, one expert."""
     first, *last = model.outer_params
     found = [first] if here.has_embedding else []
-    for kind, layers in by_kind(model, here):
+    for kind, layers in list_layer_kinds(model, here):
         found += min(2, layers) * [*kind.parameters]
     return found + [e for e in last if here.has_head and not (e.tied_to and here.has_embedding)]
 
@@ -173,11 +173,11 @@ def step_temporaries(tensors: list[int], recipe: Recipe, optimizer: str, shards:
     return max(4 * last + 8 * n for last, n in zip([0, *tensors], tensors, strict=False))
 
 
-def _moments(
+def _moment_bytes(
     kept: Activations,
     state: States,
     recipe: Recipe,
-    unit: Unit,
+    unit: GatherUnit,
     earlier: bool,
     zero: int,
     dp: int,
@@ -187,13 +187,13 @@ def _moments(
     A gradient first exists in full, where its weight is used. Then it stays, or from stage 2 on
     only this rank's share. Megatron's float32 gradients exist from the start.
     """
-    born = min(recipe.compute, recipe.gradients)
-    earlier = earlier or (recipe.master > 0 and recipe.gradients > born)
+    grad_bytes = min(recipe.compute, recipe.gradients)
+    earlier = earlier or (recipe.master > 0 and recipe.gradients > grad_bytes)
     base = state.parameters + state.optimizer + (state.gradients if earlier else 0)
-    own = recipe.gradients if born == 4 or not recipe.master else born
+    own = recipe.gradients if grad_bytes == 4 or not recipe.master else grad_bytes
     stays = 0 if earlier or not state.gradients else own  # offloaded ones leave
 
-    def finished(elements: int) -> int:  # gradients whose backward is over
+    def finished_bytes(elements: int) -> int:  # gradients whose backward is over
         return elements * stays if zero < 2 else ceil_div(elements * stays, dp)
 
     # Stage 3, as in FSDP2: parameters outside of layers stay gathered in backward, their gradients
@@ -202,30 +202,30 @@ def _moments(
     layer = gather * unit.layer
     alone = unit.first and not unit.tied
     output = unit.root - alone * unit.vocabulary if unit.last else 0
-    outer = gather * unit.root + (output * born if zero == 3 else finished(output))
+    outer = gather * unit.root + (output * grad_bytes if zero == 3 else finished_bytes(output))
     all_layers = kept.all_layers
 
-    moments = {"loss": base + kept.saved + kept.loss}
-    if kept.edge:  # sequence parallelism
+    moments = {"loss": base + kept.kept_bytes + kept.loss}
+    if kept.gathered_stream:  # sequence parallelism
         moments["leave"] = base + all_layers + kept.forward
     if zero == 3:  # a gathered buffer, and the parameters copied from it
         moments["forward"] = base + 2 * (gather * unit.root + layer) + kept.stream
     if unit.last:
-        logits = kept.logits * recipe.compute // 4 + max(kept.stream, kept.sent)
+        logits = kept.logits * recipe.compute // 4 + max(kept.stream, kept.input_grad)
         gathered = gather * unit.root + layer
-        logits += max(unit.vocabulary * born, kept.order)
+        logits += max(unit.vocabulary * grad_bytes, kept.reordered_stream)
         moments["head"] = base + all_layers + kept.head + logits + gathered
-        head = unit.vocabulary * born + gathered
+        head = unit.vocabulary * grad_bytes + gathered
         moments["last norm"] = base + all_layers + head + kept.last_norm
     # In its inner backward a layer has the gradient of `down`; at its norm, those of the network.
     here = {"ffn": unit.down, "norm": unit.ffn, "attention": unit.ffn, "end": unit.layer}
     last = kept.layers - 1
     for moment, size in kept.working.items() if kept.layers else ():
-        held = base + outer + all_layers + size + here[moment] * born + layer
+        held = base + outer + all_layers + size + here[moment] * grad_bytes + layer
         moments[moment] = max(
             held
             - done * kept.layer
-            + finished(done * unit.layer)
+            + finished_bytes(done * unit.layer)
             + (layer if done < last else 0)  # the next layer
             + (recipe.gradients * unit.layer if zero == 3 and done else 0)
             for done in {0, min(1, last), max(0, last - 1), last}
@@ -233,20 +233,20 @@ def _moments(
     if unit.first:
         # The embedding's gradient is dense; a tied head's exists already, and their sum is a new
         # tensor.
-        dense = unit.vocabulary * born
-        layers = finished(kept.layers * unit.layer)
-        beside = max(kept.stream, kept.edge, dense if unit.tied else 0)
-        gathering = kept.stream + kept.edge + kept.order
+        dense = unit.vocabulary * grad_bytes
+        layers = finished_bytes(kept.layers * unit.layer)
+        beside = max(kept.stream, kept.gathered_stream, dense if unit.tied else 0)
+        gathering = kept.stream + kept.gathered_stream + kept.reordered_stream
         moments["embedding"] = base + outer + layers + max(dense + beside, gathering)
         if zero == 3:
-            whole_root = unit.root * (born + recipe.gradients)
+            whole_root = unit.root * (grad_bytes + recipe.gradients)
             moments["reduce"] = base + layers + kept.stream + whole_root
     moments["step"] = state.total
     return moments
 
 
 @dataclass(frozen=True)
-class Unit:
+class GatherUnit:
     """Elements of the units that are gathered and reduced together, and of a layer's gradients."""
 
     layer: int
@@ -258,7 +258,7 @@ class Unit:
     first: bool
     last: bool
 
-    def gathered(self, recipe: Recipe) -> int:
+    def gathered_bytes(self, recipe: Recipe) -> int:
         """Return the bytes of whole weights and gradients under ZeRO-3, as in FSDP2.
 
         Parameters outside of the layers are gathered for the whole backward; with them a layer, the
@@ -268,27 +268,27 @@ class Unit:
         return recipe.compute * self.root + max(layers, recipe.gradients * self.root)
 
     @staticmethod
-    def of(model: Structure, layout: Layout, stage: Stage) -> Unit:
+    def from_stage(model: Structure, layout: Layout, stage: Stage) -> GatherUnit:
         """Return the unit of a rank of `stage`, with a large layer: one with experts, if any."""
         tp = layout.tp
 
-        def elements(kind: LayerKind) -> int:
-            return sum(n for _, n in in_layer(kind, tp, layout.ep, layout.expert_tp))
+        def count_elements(kind: LayerKind) -> int:
+            return sum(n for _, n in list_layer_entries(kind, tp, layout.ep, layout.expert_tp))
 
-        inside = sum(n * elements(kind) for kind, n in by_kind(model, stage))
-        kind = max(model.kinds, key=lambda k: (bool(k.routed), elements(k)))
-        one = in_layer(kind, tp, layout.ep, layout.expert_tp)
+        inside = sum(n * count_elements(kind) for kind, n in list_layer_kinds(model, stage))
+        kind = max(model.kinds, key=lambda k: (bool(k.routed), count_elements(k)))
+        one = list_layer_entries(kind, tp, layout.ep, layout.expert_tp)
         downs = [
             e.count_elements(tp if e.expert is None else layout.expert_tp)
             for e in kind.parameters
             if e.kind == "ffn" and e.tp_dim == 1
         ]
-        return Unit(
-            elements(kind),
+        return GatherUnit(
+            count_elements(kind),
             sum(n for e, n in one if e.kind == "ffn" or e.expert is not None),
             # Of the experts one comes first, and the shared ones are small.
             max(downs, default=0),
-            held_by(model, layout, stage).all - inside,
+            count_held(model, layout, stage).total - inside,
             ceil_div(model.vocab, tp) * model.hidden,
             model.tied and stage.has_embedding and stage.has_head,
             stage.has_embedding,

@@ -47,7 +47,6 @@ def time_on_group(
 
 
 def _get_wire_device(group: Group) -> torch.device:
-    """Return the device of tensors that `group` can send: NCCL sends only GPU tensors."""
     return ranks.device() if gpu.is_gpu_backend(dist.get_backend(group)) else torch.device("cpu")
 
 

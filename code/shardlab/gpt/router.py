@@ -83,11 +83,10 @@ class Router(nn.Module):
 
     def apply_capacity(self, chosen_BSC: Tensor) -> Tensor:
         """Return the choices, with -1 where the chosen expert is full."""
-        capacity, experts = (
-            self.config.get_expert_capacity(chosen_BSC.shape[1]),
-            self.config.experts,
-        )
-        return chosen_BSC if capacity is None else drop_overflow(chosen_BSC, experts, capacity)
+        capacity = self.config.get_expert_capacity(chosen_BSC.shape[1])
+        if capacity is None:
+            return chosen_BSC
+        return drop_overflow(chosen_BSC, self.config.experts, capacity)
 
 
 def drop_overflow(chosen_BSC: Tensor, experts: int, capacity: int) -> Tensor:

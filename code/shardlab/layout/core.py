@@ -222,8 +222,7 @@ def list_axis_orders(layout: Layout) -> list[Layout]:
 
 
 def _format_layers(layers: tuple[int, ...]) -> str:
-    """Format the layers of each stage, with repeats counted: 15+3×16+15."""
-    runs: list[list[int]] = []
+    runs: list[list[int]] = []  # [repeats, layers]: 15+3×16+15
     for n in layers:
         if runs and runs[-1][1] == n:
             runs[-1][0] += 1

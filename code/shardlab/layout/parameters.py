@@ -134,7 +134,6 @@ def _iter_attention(c: Config) -> Iterator[ParamInfo]:
 
 
 def _iter_latent_attention(c: Config) -> Iterator[ParamInfo]:
-    """Yield latent attention's parameters; those that make the latents are whole on each rank."""
     enters = c.hidden
     if c.query_latent is not None:
         enters = c.query_latent

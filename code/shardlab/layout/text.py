@@ -46,9 +46,8 @@ def parse_layout(text: str) -> Layout:
         found = _parse_phrase(part)
         if not found or found.keys() & fields:
             wrong = "repeats a field" if found else "is no field of a layout"
-            raise ValueError(
-                f"layout: {shorten_repr(part)} {wrong}; write it as in {LAYOUT_EXAMPLE!r}"
-            )
+            words = f"{shorten_repr(part)} {wrong}"
+            raise ValueError(f"layout: {words}; write it as in {LAYOUT_EXAMPLE!r}")
         fields |= found
     chunks = {"zb-v": 2}.get(fields.get("schedule", ""))
     if chunks and fields.get("pp", 1) > 1:

@@ -110,9 +110,8 @@ class Parallel(nn.Module):
     `parameters()` yields what this rank's optimizer trains, under the plain model's names: its part
     of each matrix, or with ZeRO a flat piece of that part.
 
-    Raises ValueError before anything is sent for sizes that the degrees do not divide, for
-    everything else that `check_supported` refuses and for groups of other sizes; on every rank when
-    arguments differ.
+    Raises ValueError before anything is sent for what `check_supported` refuses and for groups of
+    other sizes than the degrees; on every rank when arguments differ.
     """
 
     def __init__(self, model: GPT, groups: Groups, layout: Layout, seed: int = 0):

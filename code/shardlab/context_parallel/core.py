@@ -243,9 +243,8 @@ class _Ring:
                 continue
             begin = read_clock(device)
             yield block
-            self.trace.append(
-                BlockTiming(turn, source, block, read_clock(device) - begin, backward)
-            )
+            seconds = read_clock(device) - begin
+            self.trace.append(BlockTiming(turn, source, block, seconds, backward))
 
 
 ATTENTIONS = {"ring": ring_attention, "ulysses": all_to_all_attention}

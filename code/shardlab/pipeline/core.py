@@ -372,7 +372,6 @@ class Pipeline(LocalParts):
 
     @torch.no_grad()
     def _end_step(self) -> None:
-        """Finish the batch: sum the tied parameter's gradients, average, release."""
         if self.tied_parameter is not None and self.tied_parameter[0].requires_grad:
             parameter, peer = self.tied_parameter
             parameter.grad += self.mailbox.exchange_with(parameter.grad, peer)  # same sum on both

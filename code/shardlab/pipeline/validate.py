@@ -105,7 +105,6 @@ def _find_pass_errors(schedule: Schedule) -> Iterator[str]:
 
 
 def _find_message_errors(schedule: Schedule) -> Iterator[str]:
-    """Yield errors unless a stage's passes have all their messages, each once and in time."""
     name = schedule.format_action
     for stage, (actions, order) in enumerate(zip(schedule.actions, schedule.orders, strict=True)):
         if tuple(action for action in actions if action.kind in PASS_KINDS) != order:
@@ -127,7 +126,6 @@ def _find_message_errors(schedule: Schedule) -> Iterator[str]:
 
 
 def _find_order_errors(schedule: Schedule) -> Iterator[str]:
-    """Yield errors unless each stage posts receives from another in the order of its sends."""
     name = schedule.format_action
     sends: dict[tuple[int, int], list[Action]] = defaultdict(list)
     receives: dict[tuple[int, int], list[Action]] = defaultdict(list)

@@ -204,7 +204,6 @@ def _copy_shard(piece: Shard, full: Tensor, group: Group) -> None:
 
 
 def _map_tied_names(model: nn.Module) -> dict[str, str]:
-    """Map every name in the plain GPT's state dict to the first name of the same parameter."""
     first: dict[int, str] = {}
     return {
         name: first.setdefault(id(tensor), name)

@@ -272,7 +272,6 @@ class TypeChecker(TorchFunctionMode):
 
 
 def _find_operator(func: Any) -> type[Operator] | None:
-    """Return the operator whose `apply` is `func`; None if there is none."""
     cls = getattr(func, "__self__", None)
     return cls if isinstance(cls, type) and issubclass(cls, Operator) else None
 
@@ -285,7 +284,6 @@ def _set_types(x: Tensor, made: AxisTypes | None) -> None:
 
 
 def _find_typed_leaves(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the typed tensors to which backward from `loss` gives a gradient."""
     seen, todo = set(), [loss.grad_fn]
     while todo:
         node = todo.pop()

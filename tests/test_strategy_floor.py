@@ -97,9 +97,8 @@ def test_a_ring_over_full_nodes_leaves_them_on_every_card() -> None:
 def test_floor_hides_traffic_behind_arithmetic() -> None:
     found = strategy.compute_floor(LLAMA, H100, Layout(tp=8, microbatches=8))
     assert 0 < found.tensor < found.arithmetic == found.total
-    wire = strategy.compute_floor(
-        LLAMA, replace(H100, node_bandwidth=1e9), Layout(tp=8, microbatches=8)
-    )
+    slow, layout = replace(H100, node_bandwidth=1e9), Layout(tp=8, microbatches=8)
+    wire = strategy.compute_floor(LLAMA, slow, layout)
     assert wire.total == wire.tensor > wire.arithmetic
 
 

@@ -701,7 +701,7 @@ run_cli("strategy run --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4", 
 # How does `strategy.predict` compute this? First a layer:
 
 # %%
-show.source(core.predict_layer, core._attention_seconds, core._launch_seconds, core._cpu_seconds, core._all_reduce_seconds, core._context_seconds)
+show.source(core.predict_layer, core._attention_seconds, core._launch_seconds, core._cpu_seconds, core._link_rates, core._all_reduce_seconds, core._context_seconds)
 
 # %% [markdown]
 # `rates` are the constants, most of them as fractions of the data sheet: so what was fitted on one GPU predicts another.

@@ -18,7 +18,7 @@ from math import ceil
 
 from shardlab.layout import Layout, Stage
 from shardlab.layout.core import parse_recompute
-from shardlab.layout.structure import AttentionCore, LayerKind, RoutedExperts
+from shardlab.layout.structure import LayerKind, RoutedExperts
 
 from .cost import ELEMENT_BYTES
 from .data_parallel import data_parallel_seconds
@@ -102,8 +102,8 @@ class _Work:
 def predict_seconds(job: Job, rates: RateValues, needed: float = 0.0) -> StepSeconds:
     """Return the seconds of one step, part by part.
 
-    needed: bytes that rank 0 needs, for the probability of retries. Raises ValueError for
-    layers that the stages cannot share.
+    needed: bytes that rank 0 needs, for the probability of retries. Raises ValueError
+    for layers that the stages cannot share.
     """
     layers = {kind: predict_layer(job, rates, kind) for kind in job.model.kinds}
     work = [_stage_work(job, rates, layers, stage) for stage in job.stages]
@@ -127,11 +127,12 @@ def predict_seconds(job: Job, rates: RateValues, needed: float = 0.0) -> StepSec
     return StepSeconds(**{name: times * part for name, part in parts.items()})
 
 
-Layers = dict[LayerKind, tuple[_Work, _Work]]  # forward and backward of each kind
+WorkPair = tuple[_Work, _Work]  # forward and backward
+Layers = dict[LayerKind, WorkPair]
 
 
 def _stage_work(job: Job, rates: RateValues, layers: Layers, stage: Stage) -> _Work:
-    """Return a stage's work for one micro-batch: its layers; on the last, the head too."""
+    """Return a stage's work for one micro-batch, on the last stage with the head."""
     work = _head_work(job, rates) if stage.has_head else _Work()
     counts = job.model.count_kinds(stage.chunks)
     for (forward, backward), n in zip(layers.values(), counts, strict=True):
@@ -140,15 +141,15 @@ def _stage_work(job: Job, rates: RateValues, layers: Layers, stage: Stage) -> _W
     return work
 
 
-def _bubble_seconds(job: Job, layers: Layers, work: list[_Work], slowest: _Work) -> float:
+def _bubble_seconds(job: Job, layers: Layers, work: list[_Work], slow: _Work) -> float:
     """Return the seconds in which the slowest stage waits for the other stages."""
     layout = job.layout
-    others = sum(stage.total for stage in work) - slowest.total
+    others = sum(stage.total for stage in work) - slow.total
     if layout.schedule == "naive":
         return layout.microbatches * others if layout.pp > 1 else 0.0
     forward, backward = layers[job.model.largest_kind]
     # The CPU launches ahead while the pipeline fills and drains.
-    others -= sum(stage.launches for stage in work) - slowest.launches
+    others -= sum(stage.launches for stage in work) - slow.launches
     weights = backward.products / BACKWARD_RATIO
     share = _bubble_share(layout, forward.total, backward.total, weights)
     largest = max(len(chunk) for stage in job.stages for chunk in stage.chunks)
@@ -161,7 +162,7 @@ def _retry_probability(job: Job, rates: RateValues, needed_bytes: float) -> floa
     return min(1.0, max(0.0, (full - some) / (every - some)))
 
 
-def _bubble_share(layout: Layout, forward: float, backward: float, weights: float) -> float:
+def _bubble_share(layout: Layout, fwd: float, bwd: float, weights: float) -> float:
     """Return the share of 1F1B's bubble that remains under the layout's schedule.
 
     weights: seconds of weight gradients in backward, which zero-bubble schedules defer
@@ -169,15 +170,13 @@ def _bubble_share(layout: Layout, forward: float, backward: float, weights: floa
     """
     fills = BUBBLE_FILLS.get(layout.schedule, 0)
     filled = min(fills, (layout.microbatches - 1) / max(1, layout.pp - 1)) * weights
-    return max(0.0, 1 - (weights + filled) / (forward + backward)) if fills else 1.0
+    return max(0.0, 1 - (weights + filled) / (fwd + bwd)) if fills else 1.0
 
 
-def predict_layer(
-    job: Job, rates: RateValues, kind: LayerKind | None = None
-) -> tuple[_Work, _Work]:
+def predict_layer(job: Job, rates: RateValues, kind: LayerKind | None = None) -> WorkPair:
     """Return the (forward, backward) work of one layer for one micro-batch."""
     kind = kind or job.model.kinds[job.model.layer_kinds[-1]]
-    attention, scores = _attention_seconds(job, rates, kind.core)
+    attention, scores = _attention_seconds(job, rates, kind)
     width = memory_pass_seconds(job, rates, kind.active_width / job.layout.tp)
     width *= 3 if kind.gated else 2
     width *= rates.mlp_passes * (1.0 if job.profile.is_compiled else rates.eager)
@@ -188,7 +187,7 @@ def predict_layer(
         attention=attention + _scan_seconds(job, rates, kind),
         elementwise=streamed + width + scores + reformat_seconds(job, rates, kind),
         tensor=_all_reduce_seconds(job, rates),
-        context=_context_seconds(job, rates, kind.core, attention),
+        context=_context_seconds(job, rates, kind, attention),
         experts=_all_to_all_seconds(job, rates, kind.routed),
     )
     exposed = 1 - min(1.0, rates.overlapped_collectives)
@@ -221,11 +220,9 @@ def predict_layer(
     return forward, backward.add_scaled(both, 1 - FORWARD_SHARE)
 
 
-def _attention_seconds(
-    job: Job, rates: RateValues, core: AttentionCore | None
-) -> tuple[float, float]:
+def _attention_seconds(job: Job, rates: RateValues, kind: LayerKind) -> tuple[float, float]:
     """Return the forward seconds of attention's products and of passes over scores."""
-    if core is None:
+    if (core := kind.core) is None:
         return 0.0, 0.0
     t, flash = job.layout.tp, job.profile.attention == "flash"
     work = job.tokens * core.count_flops(job.seq, causal=flash) / t  # flash: no masked pairs
@@ -268,10 +265,7 @@ def _cpu_seconds(job: Job, rates: RateValues, kind: LayerKind) -> float:
 
 
 def gpu_to_cpu_ratio(job: Job, rates: RateValues, kind: LayerKind) -> float:
-    """Return a layer's GPU seconds over the seconds in which the CPU launches it.
-
-    Above 1 the CPU runs ahead. The step must not be captured as a CUDA graph.
-    """
+    """Return a layer's GPU seconds over its CPU seconds; the job must not be captured."""
     forward, backward = predict_layer(job, rates, kind)
     both = forward.add_scaled(backward)
     return (both.total - both.launches) / _cpu_seconds(job, rates, kind)
@@ -290,15 +284,19 @@ def _all_to_all_seconds(job: Job, rates: RateValues, routed: RoutedExperts | Non
     sent = ELEMENT_BYTES * tokens * routed.top_k * routed.input_width / e  # bytes to each rank
     stride = layout.expert_tp if layout.etp is not None else layout.tp * layout.cp
     here = min(e, max(1, machine.gpus_per_node // stride))
-    inside = (here - 1) * sent / (rates.node * machine.node_bandwidth)
+    node, network = _link_rates(job, rates)
     far = (e - here) * sent
     if job.profile.sends_tokens_once and e > here:  # a node gets one copy of each token
         nodes = e / here
         reached = (nodes - 1) * (1 - (1 - 1 / nodes) ** routed.top_k)
         far = ELEMENT_BYTES * tokens * routed.input_width * reached
-    return 2 * max(
-        inside, rates.exposed_all_to_all * far / (rates.network * machine.network_bandwidth)
-    )
+    return 2 * max((here - 1) * sent / node, rates.exposed_all_to_all * far / network)
+
+
+def _link_rates(job: Job, rates: RateValues) -> tuple[float, float]:
+    """Return the bytes per second inside a node, and those of a GPU's network card."""
+    node = rates.node * job.machine.node_bandwidth
+    return node, rates.network * job.machine.network_bandwidth
 
 
 def _all_reduce_seconds(job: Job, rates: RateValues) -> float:
@@ -306,26 +304,21 @@ def _all_reduce_seconds(job: Job, rates: RateValues) -> float:
     t, machine = job.layout.tp, job.machine
     if t == 1:
         return 0.0
-    rate = rates.node * machine.node_bandwidth
-    if t > machine.gpus_per_node:  # a ring over full nodes uses every network card of a node
-        rate = min(rate, rates.network * machine.network_bandwidth * machine.gpus_per_node)
+    rate, network = _link_rates(job, rates)
+    if t > machine.gpus_per_node:  # a ring over full nodes uses every card of a node
+        rate = min(rate, network * machine.gpus_per_node)
     return 2 * 2 * (t - 1) / t * job.stream_bytes / rate
 
 
-def _context_seconds(
-    job: Job, rates: RateValues, core: AttentionCore | None, attention: float
-) -> float:
+def _context_seconds(job: Job, rates: RateValues, kind: LayerKind, compute: float) -> float:
     """Return the seconds in which forward receives keys and values of other ranks."""
-    layout, c = job.layout, job.layout.cp
+    layout, c, core = job.layout, job.layout.cp, kind.core
     if c == 1 or core is None:
         return 0.0
-    near = c * layout.tp <= job.machine.gpus_per_node
-    machine = job.machine
-    rate = (
-        rates.node * machine.node_bandwidth if near else rates.network * machine.network_bandwidth
-    )
+    node, network = _link_rates(job, rates)
+    rate = node if c * layout.tp <= job.machine.gpus_per_node else network
     taken = (c - 1) * ELEMENT_BYTES * job.tokens * core.count_kv_elements(layout.tp) / rate
-    return max(0.0, taken - attention) if job.profile.overlaps_context else taken
+    return max(0.0, taken - compute) if job.profile.overlaps_context else taken
 
 
 def _head_work(job: Job, rates: RateValues) -> _Work:
@@ -333,7 +326,8 @@ def _head_work(job: Job, rates: RateValues) -> _Work:
     model, t = job.model, job.layout.tp
     forward = matmul_seconds(job, rates, model.vocab / t, model.hidden, in_16_bits=True)
     logits = job.tokens * model.vocab / t
-    read = job.profile.loss_bytes * logits / (rates.memory * job.machine.memory_bandwidth)
+    read = job.profile.loss_bytes * logits
+    read /= rates.memory * job.machine.memory_bandwidth
     return _Work(products=(1 + BACKWARD_RATIO) * forward, elementwise=read)
 
 
@@ -346,8 +340,8 @@ def _message_seconds(job: Job, rates: RateValues, busy: float) -> float:
     layout = job.layout
     if layout.pp == 1:
         return 0.0
-    far, machine = job.nodes > 1, job.machine
-    rate = rates.network * machine.network_bandwidth if far else rates.node * machine.node_bandwidth
+    node, network = _link_rates(job, rates)
+    rate = network if job.nodes > 1 else node
     each = rates.message_latency + job.stream_bytes / layout.tp / rate
     ends = 2 * layout.chunks * each * (layout.pp - 1)
     every = ends + 2 * layout.chunks * each * (layout.microbatches - 1)
@@ -355,9 +349,9 @@ def _message_seconds(job: Job, rates: RateValues, busy: float) -> float:
     return max(ends, every - busy) if early else every
 
 
-def _optimizer_seconds(job: Job, rates: RateValues, params: float, own_params: float) -> float:
+def _optimizer_seconds(job: Job, rates: RateValues, params: float, own: float) -> float:
     """Return the seconds to accumulate a rank's gradients and update its shard."""
     layout, profile = job.layout, job.profile
-    update = profile.update_bytes * own_params if layout.offload == "none" else 0.0
+    update = profile.update_bytes * own if layout.offload == "none" else 0.0
     read = update + profile.accumulate_bytes * params * layout.microbatches
     return rates.step + read / (rates.memory * job.machine.memory_bandwidth)

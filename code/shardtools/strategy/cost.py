@@ -158,11 +158,8 @@ def compute_floor(
 
     messages = 0.0
     if layout.pp > 1:
-        link = (
-            machine.node_bandwidth
-            if layout.world_size <= machine.gpus_per_node
-            else machine.network_bandwidth
-        )
+        one_node = layout.world_size <= machine.gpus_per_node
+        link = machine.node_bandwidth if one_node else machine.network_bandwidth
         messages = 2 * layout.chunks * stream / layout.tp / link
     data = _data_seconds(config, machine, layout, stages)
     return Floor(arithmetic, tensor, bubble, data, messages)

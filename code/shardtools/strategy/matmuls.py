@@ -84,10 +84,7 @@ def _matmul_rate(job: Job, rates: RateValues, in_16_bits: bool) -> float:
 
 
 def cap_share(job: Job, rates: RateValues, share: float) -> float:
-    """Cap a share of the data sheet's rate at 1, or at the engine's factor of step time.
-
-    A share that was fitted on one GPU may exceed the data sheet of another.
-    """
+    """Cap a share, fitted on another GPU, at the data sheet's rate or the engine's factor."""
     engine = job.profile.engine_rate
     return min(share, getattr(rates, engine) if engine else 1.0)
 

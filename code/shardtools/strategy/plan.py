@@ -1,9 +1,8 @@
 """Search for layouts of a job: predict them, rank the feasible ones, count the rejected ones.
 
-This is the only search; the flow chart, for instance, chooses from its results. It skips
-predictions that cannot matter: larger micro-batches of a layout that does not fit, context
-parallelism or offloading if a layout fits without, recomputation by operator if it is not needed or
-cannot be fastest.
+The flow chart chooses from its results, too. It skips predictions that cannot matter: larger
+micro-batches of a layout that does not fit, context parallelism or offloading if a layout fits
+without, recomputation by operator if it is not needed or cannot be fastest.
 """
 
 from __future__ import annotations

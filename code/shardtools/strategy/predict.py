@@ -30,10 +30,7 @@ class Prediction:
 
 
 def usable_memory(machine: Machine, rates: RateValues | None = None) -> float:
-    """Return the bytes that a rank may reserve on one GPU before the allocator begins to retry.
-
-    rates: by default the known rates of the course's own model.
-    """
+    """Return the bytes that a rank may reserve before the allocator retries."""
     rates = load_rates(COURSE.name).to_values() if rates is None else rates
     return rates.limit * machine.memory
 

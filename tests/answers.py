@@ -42,7 +42,6 @@ def send_first_on_all(tensor, group):
 
 
 def read_corners(saved, offset, size):
-    """Read the first number of every file, also of files that are not needed."""
     first = slice(0, 1), slice(0, 1)
     return [(file, first, first) for file, *_ in saved]
 

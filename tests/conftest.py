@@ -103,7 +103,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
 
 
 def list_children() -> set[int]:
-    """Return the process numbers of this process's children, including unreaped ones."""
     found = set()
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -151,7 +151,6 @@ class Row:
         return ToyModel() if config is None else GPT(config)
 
     def build_model(self, config: Config | None) -> torch.nn.Module:
-        """Return a plain model with random biases and norms, so that each parameter matters."""
         torch.manual_seed(0)
         model = self.build_plain_model(config)
         with torch.no_grad():
@@ -163,7 +162,6 @@ class Row:
         return to_device(model).to(self.dtype)
 
     def make_batch(self, step: int) -> list[list[Part]]:
-        """Return a step's tokens and targets: each copy's micro-batches."""
         generator = torch.Generator().manual_seed(step)
         vocab, total = (self.config.vocab if self.config else 17), sum(self.sizes)
         shape = (2, total, self.config.seq) if self.config else (2, total)
@@ -201,7 +199,6 @@ def make_groups(row: Row) -> dict[str, dist.ProcessGroup]:
 
 
 def max_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Return the largest difference; both sides must be None in the same places."""
     worst = 0.0
     for name, tensor in one.items():
         wanted = other[name]
@@ -250,7 +247,6 @@ def measure_gaps(row: Row, waits: Recorder = lambda: nullcontext([])) -> dict[st
 
 
 def compare_step(row: Row, theirs: Any, mine: Any, wanted: Any, found: Any, step: int) -> Any:
-    """Compare losses, gradients and norms of one step, with clipping if the row has it."""
     if None in found:
         found[None] = mine.join_loss(found[None])
     both = found.keys() & wanted.keys()

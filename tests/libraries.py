@@ -20,8 +20,6 @@ from shardlab.gpt.model import loss
 
 
 class DdpSide(DataSide):
-    """Side of torch's DistributedDataParallel."""
-
     def wrap_model(self, model: Any, **_: Any) -> Any:
         self.way = "hooks"
         unused = {"find_unused_parameters": True} if isinstance(model, ToyModel) else {}

@@ -41,7 +41,6 @@ DIGITS_ERROR = 1e-5  # relative error at which two programs' printed digits diff
 
 
 def measure_losses(each: dict[str, tuple[Row, Callable[[Row], Any]]]) -> dict[str, list[float]]:
-    """Return the ranks' mean printed loss at each step, by program."""
     found = {}
     for size in sorted({row.ranks for row, _ in each.values()}):
         mine = {name: one for name, one in each.items() if one[0].ranks == size}
@@ -122,7 +121,6 @@ def run_typed_step(row: Row, mistake: Callable[[Any], None], group: Any) -> None
 
 
 def is_covered(row: Row) -> bool:
-    """Return True if types cover a program: no hooks, point-to-point, subgroups or masks."""
     by_hand = row.technique != "data" or row.options.get("way") == "parameters"
     known = row.technique in ("data", "tensor", "context")
     return known and by_hand and not row.config.dropout and row.steps == 1

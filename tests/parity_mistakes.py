@@ -50,7 +50,6 @@ from shardlab.layout import Layout
 
 
 def swap_sums(module: nn.Module, group: Any) -> None:
-    """Sum one matrix on rank 1 where rank 0 sums another matrix of the same size."""
     attention = module.blocks[0].attention
     first, second = attention.query.weight, attention.key.weight
     for p in (first, second) if dist.get_rank() == 0 else (second, first):
@@ -81,7 +80,6 @@ def repeat_first_batch(side: Side) -> None:
 
 
 def create_optimizer_first(side: Any) -> None:
-    """Create the optimizer first, so that it holds the unsharded parameters."""
     side.optimizer = side.row.make_optimizer(side.row.build_model(side.row.config))
 
 
@@ -95,7 +93,6 @@ def request_state(side: Side) -> None:
 
 
 def load_half_older(self: Row, config: Config, right: Any = Row.build_model) -> nn.Module:
-    """Take the second half of each matrix from another step."""
     model = right(self, config)
     with torch.no_grad():
         for p in model.parameters():
@@ -118,7 +115,6 @@ def copy_first_shards(side: Any) -> None:
 
 
 def initialize_shards(side: Any, own_seed: bool) -> None:
-    """Initialize each shard with its own small shape, from one seed for all or one a rank."""
     torch.manual_seed(dist.get_rank() if own_seed else 0)
     with torch.no_grad():
         for name, p in side.model.named_parameters():
@@ -169,7 +165,6 @@ def patch_average(way: str) -> Any:
 
 
 def clip_by_default(side: Any) -> None:
-    """Clip by DeepSpeed's default, because the option's name is misspelt."""
     side.engine._config.gradient_clipping = side.engine.optimizer.clip_grad = 1.0
 
 

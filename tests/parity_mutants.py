@@ -173,7 +173,6 @@ def replace_rank(node: ast.AST) -> ast.AST | None:
 
 
 def replace_group(node: ast.AST) -> ast.AST | None:
-    """Replace a group by a group of this rank alone."""
     given = isinstance(node, ast.keyword) and node.arg == "group"
     if given and ast.unparse(node.value).endswith("group"):
         return ast.keyword("group", parse_expression("__import__('parity_mutants').OWN_GROUP[0]"))
@@ -203,8 +202,6 @@ OWN_GROUP: list[dist.ProcessGroup] = []  # this rank's own group
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change at one place."""
-
     module: str
     function: str  # qualified name
     number: int  # index of the node in ast.walk of the function
@@ -223,7 +220,6 @@ class Mutant:
 
 
 def find_functions(name: str) -> dict[str, FunctionType]:
-    """Return the functions of a module of the package by qualified name, unwrapped."""
     module, found = importlib.import_module(f"shardlab.{name}"), {}
 
     def collect_functions(owner: ModuleType | type) -> None:
@@ -326,7 +322,6 @@ class StepRecorder:
 
 
 def measure_distance(one: list, other: list) -> float:
-    """Return the largest relative difference of two recordings; inf if their forms differ."""
     if [n for n, *_ in one] != [n for n, *_ in other]:
         return float("inf")
     worst = 0.0
@@ -348,7 +343,6 @@ Result = tuple[Matcher, list]
 
 
 def run_on_rank(key: tuple[str, int], records: dict[str, Record]) -> Result:
-    """Run a row's program on this rank; return its comparison and its recording."""
     one, ends = get_rows()[key], []
 
     def record_and_train(watch: Any) -> None:
@@ -385,7 +379,6 @@ def run_controls(topics: Iterable[str]) -> tuple[dict, dict, dict]:
 
 
 def trace_lines(key: tuple[str, int], files: set[str]) -> set[tuple[str, int]]:
-    """Return the lines of `files` that a row's program executes on this rank."""
     ran: set[tuple[str, int]] = set()
 
     def trace_frame(frame: Any, event: str, _: Any) -> Any:
@@ -431,8 +424,6 @@ def draw_mutants(seeds: Iterable[int], lines: dict[tuple[str, int], set]) -> lis
 
 
 def run_mutant(mutant: Mutant, records: dict) -> list[Result] | str:
-    """Run with the mutant in place; return the ranks' results, or a description of the failure."""
-
     def run_changed() -> Result:
         OWN_GROUP[:] = [dist.new_subgroups(1)[0]]
         find_functions(mutant.module)[mutant.function].__code__ = compile_mutant(mutant)

@@ -56,7 +56,6 @@ Program = Callable[[Any], Any]
 
 
 def make_row(technique: str, config: Config, layout: Layout, **more: Any) -> Row:
-    """Return a row with eight sequences in all and one step of float32."""
     more = {"dtype": torch.float32, "steps": 1, "options": {}} | more
     sizes = more.pop("sizes", (8 // layout.dp,) * layout.dp)
     case = more.pop("case", "parity")
@@ -91,7 +90,6 @@ def make_plain_program(row: Row) -> Program:
 
 
 def get_watched_model(side: Side) -> Any:
-    """Return the watched part of a side: the model, or this rank's parts of it."""
     if hasattr(side, "engine"):
         return side.engine
     model = side.model
@@ -102,8 +100,6 @@ def get_watched_model(side: Side) -> Any:
 
 
 class GatheredColumns(nn.Module):
-    """Linear layer cut by columns, whose output is gathered on all ranks."""
-
     def __init__(self, whole: nn.Linear, group: Any, as_rows: bool):
         super().__init__()
         self.group, self.as_rows = group, as_rows
@@ -119,8 +115,6 @@ class GatheredColumns(nn.Module):
 
 
 class ColumnSide(Side):
-    """Side with one linear layer cut by columns, in an otherwise replicated model."""
-
     def wrap_model(self, model: Any, as_rows: bool = False) -> Any:
         ffn = model.blocks[0].ffn
         ffn.up = GatheredColumns(ffn.up, self.groups["tp"], as_rows)
@@ -134,8 +128,6 @@ class ColumnSide(Side):
 
 
 class DTensorSide(Side):
-    """Side of torch's parallelize_module; with copies, FSDP2 over it."""
-
     def wrap_model(self, model: Any, **_: Any) -> Any:
         layout = self.row.layout
         shape, names = (layout.dp, layout.tp), ("dp", "tp")
@@ -247,7 +239,6 @@ PLAIN_PROGRAMS: dict[str, Program] = {}  # by `reference`, so that rows share a 
 
 
 def make_case(row: Row, program: Program) -> tuple[Program, Program, int]:
-    """Return a case of `compared`: the row's plain program, a parallel one, and ranks."""
     return (
         PLAIN_PROGRAMS.setdefault(name_plain_program(row), make_plain_program(row)),
         program,
@@ -256,7 +247,6 @@ def make_case(row: Row, program: Program) -> tuple[Program, Program, int]:
 
 
 def name_plain_program(row: Row) -> str:
-    """Return a name of the row's plain program, equal for rows that can share it."""
     m = row.layout.microbatches if row.layout.pp == 1 else 1
     same = row.config, sum(row.sizes), row.steps, row.lr, row.dtype, row.clip, m
     same += getattr(row, "optimizer_name", ""), getattr(row, "family", "")
@@ -352,7 +342,6 @@ def select_without_mask(numbers: Tensor, own: slice) -> tuple[Tensor, Tensor]:
 
 
 def average_over(module: nn.Module, group: Any, scale: float | None = None, skip: int = 0) -> None:
-    """Average gradients over a group; scale: 1 for a sum."""
     parameters = list(module.parameters())
     for p in parameters[: len(parameters) - skip]:
         dist.all_reduce(p.grad, group=group)
@@ -390,7 +379,6 @@ def attend_whole_blocks(
 
 
 def change_second_shard(change: Callable[[Tensor, Any, str], Tensor]) -> Callable[..., Tensor]:
-    """Return a cp.shard_tokens that changes only its second call, for the targets."""
     turn = iter(range(10**6))
 
     def shard_or_change(x: Tensor, group: Any, layout: str = "zigzag") -> Tensor:
@@ -409,8 +397,6 @@ def shard_and_shift(x: Tensor, group: Any, layout: str) -> Tensor:
 
 
 class IgnoringRow(Row):
-    """Row whose last sequences have no targets in their second half."""
-
     def make_batch(self, step: int) -> list[list[Any]]:
         found = super().make_batch(step)
         for tokens, targets, _ in found[-1]:
@@ -419,8 +405,6 @@ class IgnoringRow(Row):
 
 
 def scale_options(**given: float) -> Callable[[Side], None]:
-    """Return a mistake that multiplies the optimizer's options by these factors."""
-
     def scale(side: Side) -> None:
         for group in side.optimizer.param_groups:
             group.update({name: group[name] * value for name, value in given.items()})

@@ -157,7 +157,6 @@ def make_tokens(step: int = 0, length: int = LENGTH) -> Tensor:
 
 
 def make_targets(x: Tensor) -> Tensor:
-    """Return the next token of each token; the last token's is the first."""
     return x.roll(-1, 1)
 
 
@@ -182,7 +181,6 @@ def train(
     optimizer: Any = None,
     steps: int = 1,
 ) -> None:
-    """Run some steps; after: called with the gradients before the optimizer's step."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
     watch(model, optimizer)
     for step in range(steps):
@@ -240,8 +238,6 @@ def sum_twice(watch: Any, wrong: bool) -> None:
 
 
 class SharedBias(tp.RowLinear):
-    """Layer that adds a part of its bias on each rank before the sum."""
-
     straight = True
 
     def forward(self, x: Tensor) -> Tensor:
@@ -259,7 +255,6 @@ def divide_bias(watch: Any, wrong: bool) -> None:
 
 
 def permute_rows(rows: Tensor, head: int) -> Tensor:
-    """Permute each head's rows: the two halves alternate, as rotary embeddings need them."""
     return rows.unflatten(0, (-1, 2, head // 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -404,8 +399,6 @@ def use_other_optimizer(watch: Any, wrong: bool) -> None:
 
 
 class ParallelSparse(Sparse):
-    """Layer with four experts over ranks; all ranks have all tokens."""
-
     def __init__(self, sums: bool = True) -> None:
         rank = dist.get_rank()
         self.sums, share = sums, EXPERTS // dist.get_world_size()
@@ -425,8 +418,6 @@ def skip_score_sum(watch: Any, wrong: bool) -> None:
 
 
 class WronglyPaired(ParallelSparse):
-    """Scores ordered by expert, choices by rank of choice: flattened, they pair wrongly."""
-
     def mix_experts(self, x: Tensor, score: Tensor) -> Tensor:
         by_expert = torch.zeros(*score.shape[:-1], EXPERTS).scatter(-1, self.index, score)
         return super().mix_experts(x, by_expert[..., :2])
@@ -517,7 +508,6 @@ ROWS, SHARE = 32, 4  # rows of the data, rows of a rank's batch
 
 
 def take_rows(epoch: int, batch: int, rank: int) -> Tensor:
-    """Return a rank's share of a batch in an epoch, of two ranks: [share, length]."""
     sampler = DistributedSampler(range(ROWS), 2, rank, seed=7)
     sampler.set_epoch(epoch)
     everything = torch.cat([make_tokens(n) for n in range(ROWS // BATCH)])
@@ -546,8 +536,6 @@ def shuffle_again(watch: Any, wrong: bool) -> None:
 
 
 class Gain(nn.Module):
-    """Layer that multiplies each number by a weight, like a norm."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.arange(1.0, WIDTH + 1))

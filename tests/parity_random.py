@@ -33,8 +33,6 @@ DTYPES = (torch.float32,) * 6 + (torch.float64,) * 3 + (torch.bfloat16,)
 
 @dataclass(frozen=True)
 class RandomRow(Row):
-    """Row with an optimizer of its own, and maybe a model of transformers."""
-
     optimizer_name: str = "AdamW"
     family: str = "GPT"
 
@@ -48,8 +46,6 @@ class RandomRow(Row):
 
 
 class Logits(nn.Module):
-    """Model of transformers with the interface of the course's model."""
-
     def __init__(self, config: Config, family: str):
         super().__init__()
         import transformers
@@ -186,7 +182,6 @@ def draw_row(seed: int) -> RandomRow:
 
 
 def draw_shape(r: Random, kind: Kind, layout: Layout, options: dict[str, Any]) -> Config:
-    """Draw a model that this plan can cut, with shapes as odd as possible."""
     t, c, parts = layout.tp, layout.cp, layout.pp * layout.chunks
     many = lcm(t, c if options.get("way") == "ulysses" else 1)
     kv = many * (r.choice((1, 1, 2)) if many < 4 else 1)

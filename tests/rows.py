@@ -237,7 +237,6 @@ NEW = [CUT[case] for case in ("qwen", "latent", "latent keys", "deepseek", "copi
 
 
 def yield_tensor_rows() -> Iterator[Row]:
-    """Yield the rows of tensor parallelism, with and without sequence parallelism."""
     near = {"tol": CUT64, "clip": (1e9, 0.3, 0.1), "sizes": (3,)}
     for t in RANKS:
         # The parts of a model are cut on two ranks as on four.
@@ -409,7 +408,6 @@ def yield_mesh_rows() -> Iterator[Row]:
 
 
 def yield_recent_rows() -> Iterator[Row]:
-    """Yield the rows with recent attention variants, which most techniques do not depend on."""
     deep = {"layers": 6, "seq": 4, "vocab": 32}
     for name, config in (("zb-h2", ROUTED_LATENT), ("zb-v", QWEN)):
         layout = make_layout(name, 2, 3, recompute="full")
@@ -434,7 +432,6 @@ ROWS = [
 
 
 def select_gpu_rows(technique: str, size: int, whole: bool = True) -> list[Row]:
-    """Return the rows of `size` ranks for GPUs, with two steps: later ones are like the second."""
     found = [r for r in ROWS if r.gpus and (r.technique, r.ranks) == (technique, size)]
     found = [r for r in found if whole or "gpus" not in r.weekly]
     return [replace(r, steps=min(2, r.steps)) for r in found]

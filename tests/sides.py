@@ -160,8 +160,6 @@ class Side:
 
 
 class DataSide(Side):
-    """Data parallelism: by hooks, or by the two plain ways; torch's DDP has the same interface."""
-
     def wrap_model(self, model: Any, way: str = "hooks", **options: Any) -> Any:
         self.way = way
         if way == "hooks":
@@ -218,8 +216,6 @@ def gather_gradients(model: Any, group: dist.ProcessGroup) -> dict[str, Tensor]:
 
 
 class ZeroSide(DataSide):
-    """ZeRO in its three stages, in several buckets or units."""
-
     def wrap_model(self, model: Any, **options: Any) -> Any:
         self.way, self.stage = "hooks", self.row.layout.zero
         if self.stage < 3:
@@ -289,8 +285,6 @@ class MasterWeightsSide(Side):
 
 
 class PipelineSide(Side):
-    """Model cut by layers; with more than one copy, replicas of the pipeline."""
-
     has_output = False
 
     def wrap_model(self, model: Any, **options: Any) -> Any:
@@ -327,8 +321,6 @@ class PipelineSide(Side):
 
 
 class TensorSide(Side):
-    """Tensor and sequence parallelism; alone, in copies, or on cut contexts."""
-
     def wrap_model(self, model: Any, **options: Any) -> Any:
         layout, self.group = self.row.layout, self.groups["tp"]
         self.keep = options.pop("keep", False)
@@ -368,8 +360,6 @@ class TensorSide(Side):
 
 
 class TensorInCopiesSide(TensorSide):
-    """Tensor parallelism within data parallelism, or within ZeRO."""
-
     def wrap_model(self, model: Any, **options: Any) -> Any:
         model, stage = super().wrap_model(model, **options), self.row.layout.zero
         if stage:
@@ -387,8 +377,6 @@ class TensorInCopiesSide(TensorSide):
 
 
 class ContextSide(Side):
-    """Sequence cut over ranks; with tensor parallelism, the model's heads are cut too."""
-
     def wrap_model(self, model: Any, way: str, layout: str) -> Any:
         self.layout, self.group, self.cuts = layout, self.groups["cp"], {}
         if self.row.layout.tp > 1:
@@ -431,8 +419,6 @@ class ContextSide(Side):
 
 
 class ExpertSide(DataSide):
-    """Experts distributed over the copies, or over each pair; with tensor parallelism, too."""
-
     def wrap_model(self, model: Any) -> Any:
         layout, world = self.row.layout, self.groups["dp"]
         self.way, self.group, self.copies, self.cuts = "experts", world, None, {}

@@ -36,7 +36,6 @@ LESSONS = show.ROOT / "lessons"
 
 @cache
 def compute_reports() -> dict[str, Any]:
-    """Return the reports on right and wrong programs, and on the wrong programs' controls."""
     right = {name: make_case(row, make_parallel_program(row)) for name, row in RIGHT.items()}
     controls = {
         name_control(one.row): make_case(one.row, make_parallel_program(one.row, one.control))
@@ -109,8 +108,6 @@ def test_what_finds_a_mistake_is_measured():
 
 
 def make_program(steps: int = 1, lr: float = 0.1, watched: bool = True, **other: Any) -> Program:
-    """Return a small program as a user may write it."""
-
     def train(watch: Any) -> None:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
@@ -158,8 +155,6 @@ RENAMED = make_program(model=wrap_layers, more={"rename": lambda name: name.part
 
 @cache
 def compare_small_programs() -> dict[str, Any]:
-    """Return the report, or the error line, for plain and parallel programs on one rank."""
-
     def compare_all() -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, (one, other, _) in (REFUSED | {"renamed": (make_program(), RENAMED, "")}).items():

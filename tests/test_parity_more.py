@@ -108,7 +108,6 @@ def wrap_ddp(model: nn.Module) -> nn.Module:
 
 
 def wrap_ddp_partly(model: nn.Module) -> nn.Module:
-    """Return DDP that does not average the gradients of the embedding and the head."""
     kind = nn.parallel.DistributedDataParallel
     kind._set_params_and_buffers_to_ignore_for_model(model, ["embedding.weight", "head.weight"])
     return kind(model)
@@ -136,8 +135,6 @@ def compile_blocks(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class CopiesProgram:
-    """Program of a model, trained in copies; on one rank it is the plain program."""
-
     model: Callable[[], nn.Module] = build_model
     batch: Callable[[int], tuple[Tensor, Tensor]] = make_tokens
     wrap: Callable[[nn.Module], nn.Module] = return_model
@@ -166,8 +163,6 @@ class CopiesProgram:
 
 @dataclass(frozen=True)
 class SumProgram:
-    """Step on rows of one class each, whose gradients are sums over all rows."""
-
     rows: int
     dtype: torch.dtype = torch.float32
     times: float = 1.0
@@ -200,8 +195,6 @@ def flip_rounding(gradient: Tensor) -> Tensor:
 
 
 def make_muon_program(bits: bool = False, **options: Any) -> Program:
-    """Train with Muon, which casts gradients to 16 bits; bits: changes a number in each."""
-
     def train(watch: Any) -> None:
         torch.manual_seed(0)
         model = nn.Linear(32, 32, bias=False)

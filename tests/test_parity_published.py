@@ -20,8 +20,6 @@ DAILY = (
 
 @cache
 def compute_reports(whole: bool) -> dict[tuple[str, bool], Any]:
-    """Return the reports by thread and by whether the program has the bug."""
-
     def bind_program(name: str, wrong: bool) -> Any:
         return lambda watch: BUGS[name].program(watch, wrong)
 

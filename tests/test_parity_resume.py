@@ -52,8 +52,6 @@ def make_full_run(like: Row) -> Callable[[Any], None]:
 
 @dataclass
 class Run:
-    """Side of a row, with the state that is saved and loaded."""
-
     side: Any
     rates: Any
     data: Callable[[int], int] = field(default=lambda step: step)
@@ -131,14 +129,12 @@ def file_of(rank: int, kept: Path) -> Path:
 
 
 def own_save(run: Run, kept: Path) -> None:
-    """Save a file a rank, as many programs do."""
     model, o = run.side.model.state_dict(), run.side.optimizer.state_dict()
     state = [model, o, run.rates.state_dict(), torch.get_rng_state()]
     torch.save(state, file_of(dist.get_rank(), kept))
 
 
 def own_load(run: Run, kept: Path, without: str = "") -> None:
-    """Load a rank's own file; leave out `without`."""
     model, o, rates, rng_state = torch.load(file_of(dist.get_rank(), kept))
     if without != "model":
         run.side.model.load_state_dict(model)
@@ -161,8 +157,6 @@ def load_and_restart_data(run: Run, kept: Path) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """Programs before and after the stop; for a mistake the place and the words of the report."""
-
     first_row: Row
     save: Callable[..., None]
     load: Callable[..., None]
@@ -223,7 +217,6 @@ CASES = RIGHT | WRONG
 
 @cache
 def compute_reports() -> dict[str, Any]:
-    """Return reports by case: one run for unstopped programs, one for each number of ranks."""
     rows = {str(case.first_row.config): case.first_row for case in CASES.values()}
     keys = {name: str(case.first_row.config) for name, case in CASES.items()}
     (records,) = ranks.run(

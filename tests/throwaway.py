@@ -115,7 +115,6 @@ class Book:
         return status
 
     def build_checked(self, **environment: str) -> Book:
-        """Build; fail with the log if the build fails."""
         assert self.build(**environment) == 0, self.log
         return self
 

@@ -97,7 +97,6 @@ def count_core_lines(text: str, core: Path) -> tuple[int, int]:
 
 
 def count_words(text: str) -> int:
-    """Count the words of prose outside of code and exercises."""
     return sum(section.words for section in sections(text))
 
 
@@ -115,7 +114,6 @@ def find_module(module: str) -> Path | None:
 
 
 def find_core(topic: str) -> Path | None:
-    """Return the file with what a lesson teaches, if it has one."""
     place = find_module(topic)
     file = place / "core.py" if place and place.is_dir() else place
     return file if file and file.exists() else None

@@ -222,7 +222,6 @@ class Matcher(Sink):
     def _propose_places(
         self, key: Key, part: Part, full: tuple[int, ...], first: int
     ) -> Iterator[Place]:
-        """Yield all proposed places, or a few if the call is lost already."""
         places = propose_places(part.value.shape, full, first, part.offset)
         is_lost = self.get_call(key, part).is_lost(key.phase)
         return islice(places, FALLBACK_PLACES) if is_lost else places

@@ -44,7 +44,6 @@ def _explain_other_optimizer(case: WrongTensor) -> str:
 
 
 def _explain_fresh_optimizer(case: WrongTensor) -> str:
-    """Explain an update by a fresh optimizer: Adam's or momentum's first step."""
     gradient = case.get_plain_tensor(phase="gradient") if case.key.phase == "update" else None
     if gradient is None:
         return ""

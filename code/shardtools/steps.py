@@ -170,7 +170,7 @@ def _run(file: str, size: int) -> list[Seen]:
         return observed(file, folder)
 
     with tempfile.TemporaryDirectory(prefix="steps-") as folder:
-        how = {"device": "cpu", "timeout": 60, "show": False, "apart": True}
+        how = {"device": "cpu", "timeout": 60, "show": False, "own_processes": True}
         return ranks.run(rank, size, folder, **how)
 
 

@@ -315,7 +315,7 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     tokens, so the mean over the ranks is the gradient of the whole context's mean loss.
     """
     check_trainable(model, group)
-    buckets.average_gradients(model.parameters(), group, joined=True)
+    buckets.average_gradients(model.parameters(), group, coalesce=True)
 
 
 def average_scalar(value: Tensor, group: dist.ProcessGroup) -> float:

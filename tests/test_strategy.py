@@ -74,7 +74,7 @@ def predict_zero_traffic() -> list[dict[str, int]]:
     for stage in (1, 2, 3):
         options = {"units": []} if stage == 3 else {}
         sharded = zero.shard_module(model.GPT(PRESETS["nano"]), dist.group.WORLD, stage, **options)
-        found.append(zero.predict_bytes_sent(sharded, backwards=3))
+        found.append(zero.predict_sent_bytes(sharded, backwards=3))
     return found
 
 

@@ -88,7 +88,7 @@ def held_and_sent():
                 optimizer.step()
             if isinstance(plain, GPT):  # all parameters are used: every piece has a gradient
                 assert predicted_and_held(model, optimizer)
-            predicted = zero.predict_bytes_sent(model)
+            predicted = zero.predict_sent_bytes(model)
             assert sent.bytes == predicted["gradients"], (stage, dtype)
             own = sent.collectives["all_gather_into_tensor"][1]  # sent to each other rank
             others = dist.get_world_size() - 1

@@ -826,7 +826,7 @@ def count_traffic():
         sent = bytes_sent(
             model, lambda m=model, o=optimizer: train_steps(m, o, 1, first=1)
         )
-        predicted = sum(zero.predict_bytes_sent(model).values()) if stage else None
+        predicted = sum(zero.predict_sent_bytes(model).values()) if stage else None
         found.append((sum(sent), predicted))
     return found
 

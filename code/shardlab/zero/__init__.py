@@ -27,7 +27,7 @@ from torch import nn
 from .checkpointing import init_optimizer_states
 from .core import Unit, Zero1, Zero2, Zero3
 from .flat import FlatGrads, FlatParams, Reducer, ReduceScatter, all_gather
-from .predict import predict_bytes_sent, predict_state_bytes
+from .predict import predict_sent_bytes, predict_state_bytes
 from .wrapper import ShardedModule
 
 STAGES = {1: Zero1, 2: Zero2, 3: Zero3}

@@ -30,7 +30,7 @@ def predict_state_bytes(model: ShardedModule, bytes_per_state: int = 8) -> dict[
     return found
 
 
-def predict_bytes_sent(model: ShardedModule, backwards: int = 1) -> dict[str, int]:
+def predict_sent_bytes(model: ShardedModule, backwards: int = 1) -> dict[str, int]:
     """Predict the bytes that this rank sends in a step of `backwards` micro-batches, by purpose.
 
     A flat tensor's gradients, (N-1)/N of it, are sent once per backward (in stage 1 once per step,

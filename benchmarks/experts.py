@@ -79,7 +79,7 @@ def by_deepspeed(layer: Experts, group: dist.ProcessGroup) -> torch.nn.Module:
 
     number, rank = len(layer.experts), dist.get_rank(group)
     local_experts = number // group.size()
-    with deepspeed_engine.setup.quiet():
+    with deepspeed_engine.setup.suppress_output():
         deepspeed.init_distributed(dist_backend=dist.get_backend(group))
         theirs = MoE(
             layer.router.score.in_features,

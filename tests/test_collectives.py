@@ -281,7 +281,7 @@ def collect_refusals() -> list[str]:
         "3 tensors": lambda: collectives.all_to_all(pieces, pieces[:1] * 2, group),
     }
     if rank == 2:
-        calls["group that holds this rank"] = lambda: collectives.barrier(two)
+        calls["group that contains this rank"] = lambda: collectives.barrier(two)
     for words, call in calls.items():
         with pytest.raises(ValueError, match=re.escape(words)):
             call()

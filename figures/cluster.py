@@ -17,19 +17,19 @@ COLORS = show.RANK_COLORS
 def draw_job() -> None:
     figure, axes = make_canvas(6.2, 4.55)
 
-    def machine(left: float, top: float, width: float, height: float) -> None:
+    def draw_machine(left: float, top: float, width: float, height: float) -> None:
         look = {"fill": False, "ec": INK, "lw": 1.4, "ls": (0, (4, 2))}
         axes.add_patch(Rectangle((left, top), width, height, **look))
 
     draw_title(axes, 0.05, 0.14, "login node", ha="left")
-    machine(0.05, 0.3, 1.65, 0.85)
+    draw_machine(0.05, 0.3, 1.65, 0.85)
     draw_box(axes, 0.2, 0.5, 1.35, 0.42, "sbatch")
     draw_title(axes, 2.3, 0.14, "scheduler", ha="left")
     draw_box(axes, 2.3, 0.5, 1.6, 0.42, "queue of jobs")
     draw_arrow(axes, (1.58, 0.71), (2.27, 0.71))
     for node, left in enumerate((0.05, 3.2)):
         draw_title(axes, left, 1.5, f"compute node {node + 1}", ha="left")
-        machine(left, 1.66, 2.95, 2.0)
+        draw_machine(left, 1.66, 2.95, 2.0)
         x = left + 0.95
         draw_box(axes, x, 2.45, 1.05, 0.38, "torchrun")
         for local in range(2):

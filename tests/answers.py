@@ -218,8 +218,8 @@ ROWS: dict[str, tuple[Any, str]] = {
     ),
     "type_plan": ({**PLAN, "copy_to forgotten": "gradients"}, "something cheaper does"),
     # train
-    "my_ddp_script": ("none.py", "allowed are scripts"),
-    "my_fsdp_script": (SCRIPT / "core.py", "Of 17 steps 15 are made. Step 16, FSDP2"),
+    "my_ddp_script": ("none.py", "must be a script"),
+    "my_fsdp_script": (SCRIPT / "core.py", "15 of 17 steps are made. Step 16, FSDP2"),
     "validation_filled_up": (5.5, "That is the right mean"),
     "my_mean": (Swap("[total, count]", "[total / max(count, 1), 1.0]"), "mean of the ranks' means"),
     "my_rest": (Swap("done * batch :", ":"), "read before the stop"),
@@ -255,7 +255,7 @@ ROWS: dict[str, tuple[Any, str]] = {
     ),
     "hang_order": ({"rank 0": "loss", "rank 1": "loss"}, "has finished all of its calls"),
     "hang_tensor": (
-        {"runs": "tensor", "rank": 1, "collective": "all_gather", "line": 27},
+        {"runs": "tensor", "rank": 1, "collective": "all_gather", "line": 28},
         "That is what it says",
     ),
     "cluster_culprit": (Swap("if all(", "if any("), "All links of rank 4 are slow"),

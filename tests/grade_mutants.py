@@ -26,7 +26,7 @@ MUTANTS = {
         ("self.optimizer = make(self.shares)", "self.optimizer = make(self.shares[:1])"),
         ("torch.zeros_like(p) if p.grad is None else p.grad for p in kind",
          "p.grad for p in kind if p.grad is not None"),
-        ("self.flat(kind, own), group=self.group)", "self.flat(kind, own))"),
+        ("self.flatten_tensors(kind, own), group=self.group)", "self.flatten_tensors(kind, own))"),
         ("            dist.all_reduce(squares, group=self.group)\n", ""),
         ("dist.all_reduce(squares, group=self.group)", "dist.all_reduce(squares)"),
         ("min(1.0, max_norm / (norm + 1e-6))", "max_norm / (norm + 1e-6)"),

@@ -26,20 +26,20 @@ PBS_OPTIONS = "aAcejJklmMNopPrRSuvW"
 PBS_RESOURCES = {"select", "place", "walltime", "ncpus", "mem", "ngpus", "mpiprocs", "ompthreads"}
 
 
-def unknown(given: Any, kept: Any, path: str = "") -> Iterator[str]:
+def find_dropped(given: Any, kept: Any, path: str = "") -> Iterator[str]:
     """Return the names in `given` that a model dropped."""
     if isinstance(given, dict):
         for name, value in given.items():
             if not isinstance(kept, dict) or name not in kept:
                 yield f"{path}.{name}"
             else:
-                yield from unknown(value, kept[name], f"{path}.{name}")
+                yield from find_dropped(value, kept[name], f"{path}.{name}")
     elif isinstance(given, list):
         for number, value in enumerate(given):
-            yield from unknown(value, kept[number], f"{path}[{number}]")
+            yield from find_dropped(value, kept[number], f"{path}[{number}]")
 
 
-def faults(text: str) -> list[str]:
+def find_faults(text: str) -> list[str]:
     """Return a file's errors under the published schemas of Kubernetes and Kubeflow Trainer."""
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="wants kubeflow-trainer-api")
     found = []
@@ -47,7 +47,7 @@ def faults(text: str) -> list[str]:
         name, part = KUBERNETES[given["apiVersion"], given["kind"]]
         given = given[part] if part else given
         try:
-            found += unknown(given, getattr(models, name).from_dict(given).to_dict())
+            found += find_dropped(given, getattr(models, name).from_dict(given).to_dict())
         except ValueError as error:  # raised by pydantic
             found.append(str(error))
     return found
@@ -55,7 +55,7 @@ def faults(text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["job.yaml", "trainjob.yaml"])
 def test_kubernetes_files_follow_their_published_schemas(name: str) -> None:
-    assert faults((JOBS / name).read_text("utf-8")) == []
+    assert find_faults((JOBS / name).read_text("utf-8")) == []
 
 
 def test_the_jobs_parts_find_one_another() -> None:
@@ -80,7 +80,7 @@ def test_the_shell_reads_every_batch_file(path: Path) -> None:
     assert subprocess.run(["bash", "-n", path], capture_output=True).stderr == b""
 
 
-def directives(text: str, mark: str) -> list[list[str]]:
+def parse_directives(text: str, mark: str) -> list[list[str]]:
     """Return the words of each directive; like qsub, ignore those after the first command."""
     found = []
     for line in text.splitlines()[1:]:
@@ -93,7 +93,7 @@ def directives(text: str, mark: str) -> list[list[str]]:
 
 def test_pbs_directives_are_those_of_the_manual() -> None:
     text = (JOBS / "job.pbs").read_text("utf-8")
-    words = directives(text, "#PBS")
+    words = parse_directives(text, "#PBS")
     assert len(words) == text.count("\n#PBS") > 4
     for option, *values in words:
         assert re.fullmatch(f"-[{PBS_OPTIONS}]", option) and len(values) == 1, (option, values)

@@ -34,11 +34,11 @@ from shardlab.common.machines import MACHINES
 from shardlab.measure import link
 from shardtools.__main__ import main
 from shardtools.cluster import doctor
-from shardtools.cluster.doctor import checks, examine, folder, pairs
+from shardtools.cluster.doctor import checkpoint_folder, checks, host_facts, pairs
 from shardtools.cluster.doctor.checks import BAD, Findings
 
 CPU = ("--device", "cpu", "--timeout", "20")
-SMALL = shutil.disk_usage("/dev/shm").free < 4 * checks.SHARED  # a fault of some containers
+SMALL = shutil.disk_usage("/dev/shm").free < 4 * checks.SHM_BYTES  # a fault of some containers
 BUSY = {"network", "speed"}  # checks that other tests on the same cores slow down
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "TORCHELASTIC_")
 
@@ -50,15 +50,15 @@ def no_launcher(monkeypatch):
             monkeypatch.delenv(name)
 
 
-def consult(capsys, path, *options):
+def run_doctor(capsys, path, *options):
     """Run the doctor here; return its report, its states by check, and the exit status."""
     options = ("--folder", str(path), *CPU, "--json", *options)
     status, out, err = run_main(capsys, "doctor", *options)
     assert out, err
-    return report(out), status
+    return parse_report(out), status
 
 
-def report(out):
+def parse_report(out):
     line = next((line for line in out.splitlines() if line.startswith("{")), None)
     assert line, out
     found = json.loads(line)
@@ -69,15 +69,15 @@ def report(out):
     return found
 
 
-def plant(monkeypatch, fault):
+def inject_fault(monkeypatch, fault):
     """Call `fault(rank)` in every rank before it is examined."""
-    healthy = doctor._rank
+    run_healthy_rank = doctor._run_local_rank
 
-    def sick(*args):
+    def run_sick_rank(*args):
         fault(dist.get_rank())
-        healthy(*args)
+        run_healthy_rank(*args)
 
-    monkeypatch.setattr(doctor, "_rank", sick)
+    monkeypatch.setattr(doctor, "_run_local_rank", run_sick_rank)
 
 
 # A good machine.
@@ -86,7 +86,7 @@ def plant(monkeypatch, fault):
 @pytest.mark.alone
 def test_nothing_is_bad_on_a_good_machine_and_nothing_is_left(capsys, tmp_path, no_leftovers):
     begin = time.monotonic()
-    found, status = consult(capsys, tmp_path, "--ranks", "4")
+    found, status = run_doctor(capsys, tmp_path, "--ranks", "4")
     with timing_claims():
         assert not found["bad"] and status == SMALL
         assert time.monotonic() - begin < 10
@@ -104,7 +104,7 @@ def test_nothing_is_bad_on_a_good_machine_and_nothing_is_left(capsys, tmp_path, 
 # Injected faults.
 
 
-def own_mount(*points, size="32m"):
+def mount_tmpfs(*points, size="32m"):
     """Mount another, small file system over each folder, for this process alone."""
     new = 0x00020000  # CLONE_NEWNS
     if ctypes.CDLL(None).unshare(new):
@@ -115,21 +115,21 @@ def own_mount(*points, size="32m"):
         subprocess.run(command, check=True)
 
 
-def may_mount():
+def can_mount():
     if os.geteuid() or not shutil.which("mount"):
         return False
     command = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
-needs_mount = pytest.mark.skipif(not may_mount(), reason="mounting a tmpfs wants root")
+needs_mount = pytest.mark.skipif(not can_mount(), reason="mounting a tmpfs wants root")
 
 
 @needs_mount
 def test_a_folder_that_one_rank_does_not_see_and_its_small_dev_shm(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "PATIENCE", 0.3)
-    plant(monkeypatch, lambda rank: own_mount(tmp_path, "/dev/shm") if rank == 1 else None)
-    found, status = consult(capsys, tmp_path, "--ranks", "3")
+    monkeypatch.setattr(checkpoint_folder, "VISIBLE_SECONDS", 0.3)
+    inject_fault(monkeypatch, lambda rank: mount_tmpfs(tmp_path, "/dev/shm") if rank == 1 else None)
+    found, status = run_doctor(capsys, tmp_path, "--ranks", "3")
     assert status == 1
     assert found["bad"].keys() - {"memory"} - BUSY == {"folder"}
     assert "not seen on rank 1" in found["bad"]["folder"]["found"]
@@ -139,7 +139,7 @@ def test_a_folder_that_one_rank_does_not_see_and_its_small_dev_shm(capsys, tmp_p
 
 @pytest.mark.alone
 def test_seven_faults_are_found_in_one_run(capsys, tmp_path, monkeypatch):
-    def fault(rank):
+    def break_rank(rank):
         product, now = torch.mm, time.time
         if rank == 0:
             torch.mm = lambda a, b: [product(a, b) for _ in range(4)]
@@ -148,21 +148,21 @@ def test_seven_faults_are_found_in_one_run(capsys, tmp_path, monkeypatch):
         if rank == 2:
             torch.__version__ = "2.9.0"
             resource.setrlimit(resource.RLIMIT_NOFILE, (150, 150))
-        slow, measured = link.create_slow_group(0.02, 30e6), pairs.measured
-        pairs.measured = lambda pair, group, device: measured(
+        slow, measured = link.create_slow_group(0.02, 30e6), pairs.measure_link
+        pairs.measure_link = lambda pair, group, device: measured(
             pair, slow if pair == (1, 3) else group, device
         )
 
-        def refused(*_):
+        def refuse_lock(*_):
             raise OSError(errno.ENOLCK, "No locks available")
 
         if rank == 2:  # a mount with locks of its own
             fcntl.flock = lambda *_: None
         if rank == 3:  # a mount without locks
-            fcntl.lockf = refused
+            fcntl.lockf = refuse_lock
 
-    plant(monkeypatch, fault)
-    found, status = consult(capsys, tmp_path, "--ranks", "4")
+    inject_fault(monkeypatch, break_rank)
+    found, status = run_doctor(capsys, tmp_path, "--ranks", "4")
     with timing_claims():
         assert status == 1
         kinds = {"folder", "network", "speed", "versions", "ulimits", "clocks"}
@@ -185,12 +185,12 @@ def test_seven_faults_are_found_in_one_run(capsys, tmp_path, monkeypatch):
 def test_an_interface_that_is_not_there_leaves_the_links_out_and_a_setting_is_seen(
     capsys, tmp_path, monkeypatch
 ):
-    def fault(rank):
+    def break_rank(rank):
         if rank == 1:
             os.environ |= {"GLOO_SOCKET_IFNAME": "ib7", "NCCL_PROTO": "LL"}
 
-    plant(monkeypatch, fault)
-    found, status = consult(capsys, tmp_path, "--ranks", "3")
+    inject_fault(monkeypatch, break_rank)
+    found, status = run_doctor(capsys, tmp_path, "--ranks", "3")
     assert status == 1 and found["bad"].keys() - {"speed"} == {"network", "versions"}
     assert "NCCL_PROTO none on ranks 0 and 2, LL on rank 1" in found["bad"]["versions"]["found"]
     assert "rank 1: GLOO_SOCKET_IFNAME=ib7" in found["bad"]["network"]["found"]
@@ -199,12 +199,12 @@ def test_an_interface_that_is_not_there_leaves_the_links_out_and_a_setting_is_se
 # Ranks that do not answer.
 
 
-def test_a_rank_that_hangs_is_named_with_what_it_did(capsys, tmp_path, monkeypatch, no_leftovers):
-    limits = examine.limits
+def test_a_rank_that_hangs_is_named_with_what_it_did(capsys, tmp_path, monkeypatch, leaves_nothing):
+    limits = host_facts.read_limits
     monkeypatch.setattr(
-        examine, "limits", lambda: time.sleep(99) if dist.get_rank() == 2 else limits()
+        host_facts, "read_limits", lambda: time.sleep(99) if dist.get_rank() == 2 else limits()
     )
-    found, status = consult(capsys, tmp_path, "--ranks", "3", "--timeout", "1")
+    found, status = run_doctor(capsys, tmp_path, "--ranks", "3", "--timeout", "1")
     assert status == 1
     assert found["silent"] == {"2": "limits"}
     assert found["bad"].keys() == {"answers"}
@@ -213,27 +213,27 @@ def test_a_rank_that_hangs_is_named_with_what_it_did(capsys, tmp_path, monkeypat
 
 
 def test_a_rank_that_fails_says_why_and_keeps_nobody_waiting(capsys, tmp_path, monkeypatch):
-    def fails(meeting, group, tries=5):
+    def raise_on_rank(rendezvous, group, tries=5):
         if dist.get_rank() == 1:
             raise RuntimeError("out of luck\nand more")
-        return clocks(meeting, group, tries)
+        return clocks(rendezvous, group, tries)
 
-    clocks = pairs.clocks
-    monkeypatch.setattr(pairs, "clocks", fails)
+    clocks = pairs.measure_clock_offset
+    monkeypatch.setattr(pairs, "measure_clock_offset", raise_on_rank)
     begin = time.monotonic()
-    found, status = consult(capsys, tmp_path)
+    found, status = run_doctor(capsys, tmp_path)
     assert time.monotonic() - begin < 45  # the silence lasts a minute
     assert status == 1 and found["bad"].keys() == {"answers"}
     told = found["bad"]["answers"]["found"]
     assert "rank 1" in told and "RuntimeError: out of luck" in told and "and more" not in told
 
 
-def test_a_rank_that_dies_is_named(capsys, tmp_path, monkeypatch, no_leftovers):
-    def dies():
+def test_a_rank_that_dies_is_named(capsys, tmp_path, monkeypatch, leaves_nothing):
+    def kill_rank():
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(examine, "memory", dies)
+    monkeypatch.setattr(host_facts, "read_free_memory", kill_rank)
     status, out, err = run_main(capsys, "doctor", "--folder", str(tmp_path), *CPU)
     assert status == 1 and not out and "rank 1" in err and "SIGKILL" in err
 
@@ -243,12 +243,12 @@ def test_a_rank_that_dies_is_named(capsys, tmp_path, monkeypatch, no_leftovers):
 GB = 10**9
 
 
-def healthy(ranks=4, hosts=1, kind="cpu"):
+def make_facts(ranks=4, hosts=1, kind="cpu"):
     """Return the facts of a good job; ranks are spread over the hosts in blocks."""
     each = ranks // hosts
     cuda = kind == "cuda"
 
-    def one(rank):
+    def make_rank(rank):
         gpu = {"kind": kind, "name": "NVIDIA H100 80GB HBM3" if cuda else "Some CPU", "id": None}
         if cuda:
             gpu |= {"id": f"GPU-{rank}", "free": 79 * GB, "total": 80 * GB}
@@ -275,50 +275,51 @@ def healthy(ranks=4, hosts=1, kind="cpu"):
             ],
         }  # fmt: skip
 
-    return [one(rank) for rank in range(ranks)]
+    return [make_rank(rank) for rank in range(ranks)]
 
 
-def states(facts, **more):
-    return {row.check: row for row in checks.verdicts(Findings(facts, **more)) if row.state == BAD}
+def find_bad_rows(facts, **more):
+    rows = checks.judge_findings(Findings(facts, **more))
+    return {row.check: row for row in rows if row.state == BAD}
 
 
 def test_good_facts_have_no_bad_row():
     for machine, kind in ((None, "cpu"), (MACHINES["h100"], "cuda")):
-        assert states(healthy(4, 1, kind), machine=machine) == {}
-        facts = healthy(4, 2, kind)
+        assert find_bad_rows(make_facts(4, 1, kind), machine=machine) == {}
+        facts = make_facts(4, 2, kind)
         facts[2]["environment"]["NCCL_SOCKET_IFNAME"] = "ib1"  # a setting of one host
         facts[0]["environment"]["NCCL_DEBUG"] = "INFO"
-        assert states(facts, machine=machine) == {}
+        assert find_bad_rows(facts, machine=machine) == {}
 
 
-def change(path, value, rank=2):
-    def changed(facts):
+def make_change(path, value, rank=2):
+    def apply_change(facts):
         *parts, last = path.split("/", 1)
         place = facts[rank]
         for part in parts:
             place = place[part]
         place[last] = value
 
-    return changed
+    return apply_change
 
 
 FAULTS = {
-    "two ranks on one GPU": ("devices", change("gpu/id", "GPU-3")),
-    "a hot GPU": ("speed", change("speed/flops", 560e12)),
-    "a GPU that somebody else uses": ("devices", change("gpu/free", 60 * GB)),
-    "another CUDA": ("versions", change("versions/cuda", "12.8")),
-    "ranks bound to one core": ("cores", change("cores/mask", [1])),
-    "a host without memory": ("memory", change("memory/memory", GB)),
-    "docker's /dev/shm": ("memory", change("memory//dev/shm", 64 * 2**20)),
-    "few open files": ("ulimits", change("limits/nofile", [180, None])),
+    "two ranks on one GPU": ("devices", make_change("gpu/id", "GPU-3")),
+    "a hot GPU": ("speed", make_change("speed/flops", 560e12)),
+    "a GPU that somebody else uses": ("devices", make_change("gpu/free", 60 * GB)),
+    "another CUDA": ("versions", make_change("versions/cuda", "12.8")),
+    "ranks bound to one core": ("cores", make_change("cores/mask", [1])),
+    "a host without memory": ("memory", make_change("memory/memory", GB)),
+    "docker's /dev/shm": ("memory", make_change("memory//dev/shm", 64 * 2**20)),
+    "few open files": ("ulimits", make_change("limits/nofile", [180, None])),
     "InfiniBand, and 8 MB may be locked": (
         "ulimits",
         lambda facts: facts[2]["limits"].update(infiniband=True, memlock=[8 * 2**20, None]),
     ),
-    "a name that is the loopback": ("network", change("network/loopback", "127.0.1.1")),
-    "a clock that is wrong": ("clocks", change("clock/ahead", -1.5)),
-    "a rename that is not seen": ("folder", change("folder/fault", "a rename is not seen")),
-    "a folder without room": ("folder", change("folder/free", 1e6)),
+    "a name that is the loopback": ("network", make_change("network/loopback", "127.0.1.1")),
+    "a clock that is wrong": ("clocks", make_change("clock/ahead", -1.5)),
+    "a rename that is not seen": ("folder", make_change("folder/fault", "a rename is not seen")),
+    "a folder without room": ("folder", make_change("folder/free", 1e6)),
     "one slow link": (
         "network",
         lambda facts: facts[2]["pairs"][0].update(bandwidth=50 * GB),
@@ -334,9 +335,9 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_shows_in_its_own_row_with_the_rank_and_what_to_do(name):
     check, fault = FAULTS[name]
-    facts = healthy(4, 2, "cuda")
+    facts = make_facts(4, 2, "cuda")
     fault(facts)
-    found = states(facts, machine=MACHINES["h100"])
+    found = find_bad_rows(facts, machine=MACHINES["h100"])
     assert found.keys() == {check}
     assert found[check].advice
     words = found[check].found
@@ -349,10 +350,10 @@ def test_a_fault_shows_in_its_own_row_with_the_rank_and_what_to_do(name):
 @given(st.integers(1, 40), st.integers(1, 8), st.booleans())
 def test_pairs_meet_once_and_nobody_is_in_two_at_a_time(size, each, apart):
     hosts = [f"node{rank // each}" for rank in range(size)]
-    turns = pairs.turns(size, hosts, apart)
+    turns = pairs.schedule_turns(size, hosts, apart)
     met = [pair for turn in turns for pair in turn]
     assert len(set(met)) == len(met) and all(a < b < size for a, b in met)
-    if size <= pairs.WHOLE:
+    if size <= pairs.MAX_ALL_PAIRS_RANKS:
         assert len(met) == size * (size - 1) // 2
     for turn in turns:
         busy = [rank for pair in turn for rank in pair]
@@ -373,23 +374,23 @@ def free_port():
 
 
 @pytest.fixture
-def launched(tmp_path):
+def run_launched(tmp_path):
     """Return a function that runs a rank of a job of two; it returns exit status and output."""
     job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     job |= {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
 
-    def rank(number, timeout):
+    def run_rank(number, timeout):
         command = ["doctor", "--folder", str(tmp_path), "--json", *CPU, "--timeout", timeout]
         call = lambda: sys.exit(main(command))  # noqa: E731
         return run_forked(call, tmp_path, job | {"RANK": str(number)})
 
-    return rank
+    return run_rank
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_rank_that_does_not_come(launched, number):
+def test_a_rank_that_does_not_come(run_launched, number):
     """Rank 0 names rank 1; rank 1 names rank 0's address; both name the loopback."""
-    status, said = launched(number, "1")
+    status, said = run_launched(number, "1")
     assert status == 1 + number, said
     assert f"rank {1 - number} " in said and "did not come" in said
     assert "MASTER_ADDR=127.0.0.1 is the loopback address" in said

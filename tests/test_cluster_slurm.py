@@ -19,38 +19,40 @@ from commands import run_main
 from shardtools.cluster import slurm
 from shardtools.cluster.slurm import sessions
 
-NEEDS = pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")
+NEEDS = pytest.mark.skipif(
+    bool(slurm.find_missing()), reason=f"Slurm is not installed: {slurm.INSTALL}"
+)
 
 TRAIN = Path(__file__).resolve().parents[1] / "code/train.py"
 SMALL = "--limit 16577 --batch 8 --micro 2 --report 1 --steps"  # the number of steps follows
 
 
 @pytest.fixture(scope="module")
-def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Box]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.SlurmCluster]:
     """Start one Slurm for this file, with the jobs' files in its folder; clean up at the end."""
     folder = tmp_path_factory.mktemp("slurm")
     for path in sessions.JOBS.iterdir():
         shutil.copy(path, folder)
     shutil.copy(TRAIN, folder)
-    with slurm.up(folder / "box") as box:
-        yield box
-        running = [process.pid for process in slurm.of_jobs(box.folder)]
+    with slurm.run_cluster(folder / "box") as cluster:
+        yield cluster
+        running = [process.pid for process in slurm.find_job_processes(cluster.folder)]
     assert running == [], "jobs left processes behind"
-    assert slurm.processes(box.folder) == []
-    assert [path.name for path in box.folder.iterdir()] == ["log"]
+    assert slurm.find_processes(cluster.folder) == []
+    assert [path.name for path in cluster.folder.iterdir()] == ["log"]
 
 
-def submit(box: slurm.Box, *words: str) -> str:
+def submit_job(cluster: slurm.SlurmCluster, *words: str) -> str:
     """Run `sbatch` in the folder with the jobs' files, gloo on the loopback; return the job number.
 
     The jobs assume 8 CPUs and start as many threads: waiting threads leave the cores to others.
     """
     more = {"GLOO_SOCKET_IFNAME": "lo", "OMP_WAIT_POLICY": "PASSIVE"}
-    how = {"cwd": box.folder.parent, "env": {**box.environment, **more}}
-    return box.run(["sbatch", "--parsable", *words], **how).stdout.strip()
+    how = {"cwd": cluster.folder.parent, "env": {**cluster.environment, **more}}
+    return cluster.run(["sbatch", "--parsable", *words], **how).stdout.strip()
 
 
-def until(true: Callable[[], Any], seconds: float = 240) -> Any:
+def wait_until(true: Callable[[], Any], seconds: float = 240) -> Any:
     """Return the first true value of `true()`; fail long after it should have become true.
 
     Other tests run at the same time: a job's four interpreters may take a minute to import torch.
@@ -62,41 +64,41 @@ def until(true: Callable[[], Any], seconds: float = 240) -> Any:
     return found
 
 
-def state(box: slurm.Box, job: str) -> str:
+def get_state(cluster: slurm.SlurmCluster, job: str) -> str:
     """Return a job's state, such as COMPLETED or PENDING."""
-    said = box.run(["scontrol", "--oneliner", "show", "job", job]).stdout
+    said = cluster.run(["scontrol", "--oneliner", "show", "job", job]).stdout
     return re.search(r"JobState=(\w+)", said)[1]
 
 
-def ended(box: slurm.Box, job: str) -> str:
+def wait_for_end(cluster: slurm.SlurmCluster, job: str) -> str:
     """Wait for a job's end; return its final state."""
     busy = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
-    return until(lambda: (now := state(box, job)) not in busy and now)
+    return wait_until(lambda: (now := get_state(cluster, job)) not in busy and now)
 
 
-def losses(folder: Path) -> list[float]:
+def read_losses(folder: Path) -> list[float]:
     text = (folder / "metrics.jsonl").read_text()
     lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
 
 
 @pytest.fixture(scope="module")
-def serial(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def serial_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Return the losses of one process."""
     folder = tmp_path_factory.mktemp("alone")
     command = [sys.executable, TRAIN, *f"{SMALL} 30 --folder".split(), folder]
     subprocess.run(command, check=True, timeout=100, env=slurm_free())
-    return losses(folder)
+    return read_losses(folder)
 
 
 def slurm_free() -> dict[str, str]:
-    return slurm.Box(Path("/nowhere")).environment
+    return slurm.SlurmCluster(Path("/nowhere")).environment
 
 
-def listeners(box: slurm.Box) -> set[tuple[str, str]]:
+def find_listeners(cluster: slurm.SlurmCluster) -> set[tuple[str, str]]:
     """Return the listening programs (first words) and their addresses."""
     found = set()
-    for process in slurm.processes(box.folder):
+    for process in slurm.find_processes(cluster.folder):
         try:
             who = " ".join(process.cmdline()[:3])
             for one in process.net_connections("tcp"):
@@ -108,16 +110,19 @@ def listeners(box: slurm.Box) -> set[tuple[str, str]]:
 
 
 @NEEDS
-def test_torchrun_in_a_job_equals_one_process_and_listens_on_the_loopback(box, serial) -> None:
-    job = submit(box, "torchrun.sbatch", "train.py", *f"{SMALL} 4 --folder runs/torchrun".split())
+def test_torchrun_in_a_job_equals_one_process_and_listens_on_the_loopback(
+    cluster, serial_losses
+) -> None:
+    words = f"train.py {SMALL} 4 --folder runs/torchrun".split()
+    job = submit_job(cluster, "torchrun.sbatch", *words)
     seen = set()
-    while state(box, job) in ("PENDING", "RUNNING", "COMPLETING"):
-        seen |= listeners(box)
+    while get_state(cluster, job) in ("PENDING", "RUNNING", "COMPLETING"):
+        seen |= find_listeners(cluster)
         time.sleep(0.1)
-    folder = box.folder.parent
+    folder = cluster.folder.parent
     errors = (folder / f"train-{job}.err").read_text()
-    assert state(box, job) == "COMPLETED", errors
-    assert losses(folder / "runs/torchrun") == pytest.approx(serial[:4], abs=1e-5)
+    assert get_state(cluster, job) == "COMPLETED", errors
+    assert read_losses(folder / "runs/torchrun") == pytest.approx(serial_losses[:4], abs=1e-5)
     said = (folder / f"train-{job}.out").read_text()  # one file for all ranks
     assert [said.count(f"rank {rank} of 4") for rank in range(4)] == [1] * 4
     # Slurm and srun listen on the loopback; torchrun's store always listens on all interfaces.
@@ -130,28 +135,28 @@ def test_torchrun_in_a_job_equals_one_process_and_listens_on_the_loopback(box, s
 
 @pytest.mark.weekly("trains once more: torchrun trains above, and a session below has srun's ranks")
 @NEEDS
-def test_srun_gives_ranks_by_itself(box, serial) -> None:
-    job = submit(box, "srun.sbatch", "train.py", *f"{SMALL} 4 --folder runs/srun".split())
-    folder = box.folder.parent
-    assert ended(box, job) == "COMPLETED", (folder / f"train-{job}.err").read_text()
-    assert losses(folder / "runs/srun") == pytest.approx(serial[:4], abs=1e-5)
+def test_srun_gives_ranks_by_itself(cluster, serial_losses) -> None:
+    job = submit_job(cluster, "srun.sbatch", "train.py", *f"{SMALL} 4 --folder runs/srun".split())
+    folder = cluster.folder.parent
+    assert wait_for_end(cluster, job) == "COMPLETED", (folder / f"train-{job}.err").read_text()
+    assert read_losses(folder / "runs/srun") == pytest.approx(serial_losses[:4], abs=1e-5)
 
 
 @NEEDS
-def test_a_job_saves_before_its_end_is_requeued_and_resumes(box, serial) -> None:
+def test_a_job_saves_before_its_end_is_requeued_and_resumes(cluster, serial_losses) -> None:
     one = "--nodes=1"  # half as many interpreters to start, twice
-    job = submit(box, one, "requeue.sbatch", "train.py", *f"{SMALL} 30".split())
-    folder = box.folder.parent / "runs" / job
-    until(lambda: (folder / "metrics.jsonl").exists() and losses(folder))
-    box.run(["scancel", "--signal=USR1", job])  # the signal of --signal, sent directly
-    until(lambda: state(box, job) == "PENDING")
-    assert (folder / "stopped").exists() and len(losses(folder)) < 30
+    job = submit_job(cluster, one, "requeue.sbatch", "train.py", *f"{SMALL} 30".split())
+    folder = cluster.folder.parent / "runs" / job
+    wait_until(lambda: (folder / "metrics.jsonl").exists() and read_losses(folder))
+    cluster.run(["scancel", "--signal=USR1", job])  # the signal of --signal, sent directly
+    wait_until(lambda: get_state(cluster, job) == "PENDING")
+    assert (folder / "stopped").exists() and len(read_losses(folder)) < 30
     time.sleep(2)  # the first run's processes end; Slurm itself waits two minutes
-    box.run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
-    assert ended(box, job) == "COMPLETED"
-    assert losses(folder) == pytest.approx(serial, abs=1e-4)  # each step once, and equal
+    cluster.run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
+    assert wait_for_end(cluster, job) == "COMPLETED"
+    assert read_losses(folder) == pytest.approx(serial_losses, abs=1e-4)  # each step once
     assert not (folder / "stopped").exists()
-    said = (box.folder.parent / f"train-{job}.out").read_text()
+    said = (cluster.folder.parent / f"train-{job}.out").read_text()
     assert said.index(f"run 0 of job {job}") < said.index(f"run 1 of job {job}")
 
 
@@ -163,9 +168,9 @@ def test_sessions_say_what_was_recorded(name: str, request) -> None:
         "--whole"
     ):
         pytest.skip("starts torchrun, as the tests above do: with --whole")
-    made, text = sessions.recorded(name)
+    made, text = sessions.read_session(name)
     assert re.match(r"\d{4}-\d\d-\d\d with Slurm [\d.]+, Python [\d.]+, torch [\d.]+", made)
-    assert sessions.replayed(text) == text
+    assert sessions.replay_session(text) == text
 
 
 @NEEDS
@@ -175,38 +180,39 @@ def test_up_twice_and_down_twice(tmp_path: Path, capsys) -> None:
     try:
         status, out, _ = run_main(capsys, "cluster", "up", "--cpus", "1", *where)
         assert status == 0 and f"export SLURM_CONF={tmp_path}/box/slurm.conf" in out
-        started = slurm.processes(tmp_path / "box")
+        started = slurm.find_processes(tmp_path / "box")
         assert run_main(capsys, "cluster", "up", *where) == (0, out, "")
         status, _, error = run_main(capsys, "cluster", "up", "--cpus", "3", *where)
         assert status == 2 and f"folder='{tmp_path}/box'" in error
-        assert slurm.processes(tmp_path / "box") == started and len(started) >= 4
+        assert slurm.find_processes(tmp_path / "box") == started and len(started) >= 4
         assert "node[1-2]" in run_main(capsys, "cluster", "status", *where)[1]
     finally:
         status, out, _ = run_main(capsys, "cluster", "down", *where)
-    assert status == 0 and "has ended" in out and slurm.processes(tmp_path / "box") == []
+    assert status == 0 and "have ended" in out and slurm.find_processes(tmp_path / "box") == []
     assert run_main(capsys, "cluster", "down", *where)[0] == 0
 
 
 @NEEDS
 def test_an_error_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
-    with pytest.raises(RuntimeError, match="mine"), slurm.up(tmp_path / "box", 1) as box:
-        box.run(["sbatch", "--wrap", "trap '' TERM; sleep 100"], cwd=tmp_path)
-        until(lambda: slurm.of_jobs(box.folder))
+    box = tmp_path / "box"
+    with pytest.raises(RuntimeError, match="mine"), slurm.run_cluster(box, 1) as cluster:
+        cluster.run(["sbatch", "--wrap", "trap '' TERM; sleep 100"], cwd=tmp_path)
+        wait_until(lambda: slurm.find_job_processes(cluster.folder))
         raise RuntimeError("mine")
-    assert slurm.processes(box.folder) == []
-    monkeypatch.setattr(slurm, "CONF", slurm.CONF + "NoSuchThing=1\n")
+    assert slurm.find_processes(cluster.folder) == []
+    monkeypatch.setattr(slurm, "SLURM_CONF", slurm.SLURM_CONF + "NoSuchThing=1\n")
     with pytest.raises(slurm.SlurmError, match="slurmctld has ended"):
-        slurm.start(tmp_path / "other")
+        slurm.start_cluster(tmp_path / "other")
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["log"]
 
 
 def test_a_page_survives_a_slurm_that_does_not_start(monkeypatch) -> None:
-    def fails(text: str) -> str:
+    def raise_error(text: str) -> str:
         raise slurm.SlurmError("Slurm did not start. slurmd-node1 has ended: no cgroups")
 
-    monkeypatch.setattr(slurm, "missing", list)
-    monkeypatch.setattr(sessions, "replayed", fails)
-    shown = sessions.session("ranks").text
+    monkeypatch.setattr(slurm, "find_missing", list)
+    monkeypatch.setattr(sessions, "replay_session", raise_error)
+    shown = sessions.show_session("ranks").text
     assert "Recorded on" in shown and "no cgroups" in shown and "rank 3 of 4" in shown
 
 
@@ -231,5 +237,5 @@ def test_bad_input_is_named_before_anything_starts(tmp_path: Path, given: dict, 
     given = {"folder": "box", **given}
     given["folder"] = tmp_path / given["folder"]
     with pytest.raises(ValueError, match=named):
-        slurm.start(**given)
+        slurm.start_cluster(**given)
     assert not (tmp_path / "box").exists()

@@ -20,29 +20,29 @@ COLORS = show.RANK_COLORS
 
 
 @pytest.fixture
-def job(no_leftovers):
+def launcher_pid(leaves_nothing):
     """Start a launcher with two ranks, one of which has started a process of its own."""
     script = "RANK=1 sh -c 'sleep 60 & wait' & RANK=0 sleep 60 & sleep 60 & wait"
     launcher = subprocess.Popen(["setsid", "sh", "-c", script])
     deadline = time.monotonic() + 60
-    while len(sample.find(launcher.pid)) < 2 and time.monotonic() < deadline:
+    while len(sample.find_ranks(launcher.pid)) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     yield launcher.pid
     os.killpg(launcher.pid, signal.SIGKILL)
     launcher.wait()
 
 
-def command(*words):
+def run_watch(*words):
     parser = argparse.ArgumentParser()
     sample.add_watch(parser.add_subparsers())
     chosen = parser.parse_args(["watch", *map(str, words)])
     return chosen.command(chosen)
 
 
-def test_ranks_are_found_below_their_launcher(job):
+def test_ranks_are_found_below_their_launcher(launcher_pid):
     import psutil
 
-    found = sample.find(job)
+    found = sample.find_ranks(launcher_pid)
     assert list(found) == [0, 1]
     assert psutil.Process(found[0]).name() == "sleep"
     assert psutil.Process(found[1]).name() == "sh", "what a rank starts is not the rank"
@@ -54,7 +54,7 @@ def test_a_launcher_and_whoever_watches_are_no_ranks_of_their_job(no_leftovers, 
     script = "RANK=0 sleep 60 & RANK=1 sleep 60 & wait"
     launcher = subprocess.Popen(["setsid", "sh", "-c", script], env=from_slurm)
     deadline = time.monotonic() + 60
-    while len(found := sample.find(job=987654)) < 2 and time.monotonic() < deadline:
+    while len(found := sample.find_ranks(job=987654)) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     os.killpg(launcher.pid, signal.SIGKILL)
     launcher.wait()
@@ -65,7 +65,7 @@ def test_a_launcher_and_whoever_watches_are_no_ranks_of_their_job(no_leftovers, 
         for step in ("0", "1")
     ]
     time.sleep(0.1)
-    found = sample.find(job=987654)
+    found = sample.find_ranks(job=987654)
     for process in both:
         process.kill()
         process.wait()
@@ -78,12 +78,12 @@ def test_samples_say_who_computes_and_who_waits(tmp_path, no_leftovers):
     idle = subprocess.Popen(["sleep", "60"])
     try:
         time.sleep(0.3)
-        path = sample.watch(tmp_path, {0: busy.pid, 1: idle.pid}, every=0.2, seconds=1.5)
+        path = sample.sample_ranks(tmp_path, {0: busy.pid, 1: idle.pid}, interval=0.2, seconds=1.5)
     finally:
         for process in (busy, idle):
             process.kill()
             process.wait()
-    lines = report.lines(path)
+    lines = report.read_samples(path)
     means = {}
     for rank in (0, 1):
         mine = [line for line in lines if line.get("rank") == rank]
@@ -97,8 +97,8 @@ def test_samples_say_who_computes_and_who_waits(tmp_path, no_leftovers):
 
 def test_watching_ends_with_the_ranks(tmp_path, no_leftovers):
     with subprocess.Popen(["sleep", "0.5"]) as process:
-        path = sample.watch(tmp_path, {0: process.pid}, every=0.1)
-    assert {line.get("rank") for line in report.lines(path)} == {0, None}
+        path = sample.sample_ranks(tmp_path, {0: process.pid}, interval=0.1)
+    assert {line.get("rank") for line in report.read_samples(path)} == {0, None}
 
 
 class NotSupported(Exception):
@@ -132,7 +132,7 @@ def pretended_nvml():
     )
 
 
-def ranks_on_gpus(**environment):
+def start_on_gpus(**environment):
     return subprocess.Popen(["sleep", "60"], env={"PATH": "/usr/bin:/bin"} | environment)
 
 
@@ -149,11 +149,11 @@ def test_a_gpus_numbers_come_from_the_ranks_own(
     monkeypatch, tmp_path, no_leftovers, environment, device
 ):
     monkeypatch.setitem(sys.modules, "pynvml", pretended_nvml())
-    with ranks_on_gpus(**environment) as process:
+    with start_on_gpus(**environment) as process:
         time.sleep(0.1)
-        path = sample.watch(tmp_path, {0: process.pid}, every=0.1, seconds=0.05)
+        path = sample.sample_ranks(tmp_path, {0: process.pid}, interval=0.1, seconds=0.05)
         process.kill()
-    (line,) = [line for line in report.lines(path) if "rank" in line]
+    (line,) = [line for line in report.read_samples(path) if "rank" in line]
     if device is None:
         assert "gpu" not in line
     else:
@@ -168,7 +168,7 @@ def test_a_gpus_numbers_come_from_the_ranks_own(
         }
 
 
-def written(folder, gpu=False):
+def write_samples(folder, gpu=False):
     """Write ten seconds of samples of two ranks, 3 MB sent in each, and steps of 0.5 s."""
     folder.mkdir(exist_ok=True)
     rows = []
@@ -188,15 +188,15 @@ def written(folder, gpu=False):
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_the_report_draws_what_was_sampled(tmp_path, gpu):
-    written(tmp_path / "job", gpu)
-    busy, memory, wire, steps = report.report(tmp_path / "job").axes
+    write_samples(tmp_path / "job", gpu)
+    busy, memory, wire, steps = report.draw_report(tmp_path / "job").axes
     for rank, line in enumerate(busy.lines):
         assert line.get_color() == COLORS[rank]
         assert set(line.get_ydata()) == {80 - rank if gpu else 50 + rank}
     assert [set(line.get_ydata()) for line in memory.lines] == ([{4}, {4}] if gpu else [{1}, {2}])
     assert wire.lines[0].get_ydata() == pytest.approx([3.0] * 10)
     assert steps.lines[0].get_ydata() == pytest.approx([500.0] * 12)
-    assert command(tmp_path / "job", "--draw") == 0
+    assert run_watch(tmp_path / "job", "--draw") == 0
     assert "<svg" in (tmp_path / "job/report.svg").read_text()
 
 
@@ -213,7 +213,7 @@ def test_broken_samples_are_named(tmp_path, capsys):
 def calls_at(late, steps=40, group="world"):
     """Return the records of four ranks, rank r being late[r] seconds behind in every step."""
     one = {"members": (0, 1, 2, 3), "op": "all_reduce", "sizes": (), "dtype": "", "line": 1}
-    one |= {"where": "", "limit": 60.0, "waiting": False}
+    one |= {"location": "", "timeout": 60.0, "waiting": False}
     return {
         rank: [
             flight.Call(rank=rank, group=group, number=n + 1, created=n + seconds, **one)
@@ -224,8 +224,8 @@ def calls_at(late, steps=40, group="world"):
 
 
 def test_arrivals_say_how_late_and_how_often_last():
-    found = straggler.arrivals(calls_at([0.01, 0.0, 0.07, 0.02]))
-    assert [a.late for a in found] == pytest.approx([0.01, 0.0, 0.07, 0.02])
-    assert [a.last for a in found] == [0, 0, 1, 0]
-    with pytest.raises(ValueError, match="29 steps.*30 or more"):
-        straggler.arrivals(calls_at([0.0] * 4, 29))
+    found = straggler.measure_delays(calls_at([0.01, 0.0, 0.07, 0.02]))
+    assert [a.median_delay for a in found] == pytest.approx([0.01, 0.0, 0.07, 0.02])
+    assert [a.share_last for a in found] == [0, 0, 1, 0]
+    with pytest.raises(ValueError, match="30 or more steps.*not 29"):
+        straggler.measure_delays(calls_at([0.0] * 4, 29))

@@ -24,9 +24,9 @@ CASES = {part: suite.PART.draw_cases(11) for part, suite in SUITES.items()}
 ALL = [(part, number) for part, mutants in MUTANTS.items() for number in range(len(mutants))]
 
 
-def fails(part: str, file: Path, case: core.Case) -> bool:
+def is_failing(part: str, file: Path, case: core.Case) -> bool:
     try:
-        core.run_case(SUITES[part].check, file, case)
+        core.run_case(SUITES[part].check_engine, file, case)
     except RankError:
         return True
     return False
@@ -45,7 +45,7 @@ def write_mutant(part: str, number: int, folder: Path) -> Path:
 def test_a_right_engine_passes(file, request):
     cases = CASES[file.stem] if request.config.getoption("--whole") else CASES[file.stem][5:7]
     for case in cases:
-        core.run_case(SUITES[file.stem].check, file, case)
+        core.run_case(SUITES[file.stem].check_engine, file, case)
 
 
 @pytest.mark.parametrize(("part", "number"), ALL)
@@ -53,7 +53,7 @@ def test_a_mutant_is_killed(part, number, tmp_path, request):
     if number and not request.config.getoption("--whole"):
         pytest.skip("up to 14 times two to four ranks")
     file = write_mutant(part, number, tmp_path)
-    assert any(fails(part, file, case) for case in CASES[part]), MUTANTS[part][number]
+    assert any(is_failing(part, file, case) for case in CASES[part]), MUTANTS[part][number]
 
 
 @pytest.mark.parametrize("part", PARTS)

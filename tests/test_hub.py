@@ -17,15 +17,15 @@ import torch
 from shardlab.layout.structure import Structure
 from shardtools import hub
 from shardtools.__main__ import main
-from shardtools.hub import bounds, core
+from shardtools.hub import core, limits
 
 CONFIGS = Path(__file__).parent / "configs"
 COUNTS = {row["name"]: row for row in csv.DictReader((CONFIGS / "counts.csv").open())}
 
 
-def counted(path: Path, trace: bool = True) -> Structure | ValueError:
+def count_model(path: Path, trace: bool = True) -> Structure | ValueError:
     try:
-        return core._read(path.read_text(), trace)
+        return core._parse_structure(path.read_text(), trace)
     except ValueError as error:
         return error
 
@@ -36,26 +36,28 @@ WINDOWS = {"gemma-3-4b-text", "gpt-oss-20b", "llama-4-scout", "olmo-3.1-32b"}
 
 
 @pytest.fixture(scope="module")
-def found(request) -> dict[str, Any]:
+def structures(request) -> dict[str, Any]:
     """Return each parsed file of configs/; layers are traced for some, or for all with --whole."""
     followed = {*VALUES, *MIXERS, *WINDOWS}
     whole = request.config.getoption("--whole")
     paths = sorted(CONFIGS.glob("*.json"))
-    return {path.stem: counted(path, whole or path.stem in followed) for path in paths}
+    return {path.stem: count_model(path, whole or path.stem in followed) for path in paths}
 
 
-def test_public_models_are_counted_to_the_unit(found) -> None:
-    found = dict(found)
-    refused = found.pop("nemotron-super-49b")
+def test_public_models_are_counted_to_the_unit(structures) -> None:
+    structures = dict(structures)
+    refused = structures.pop("nemotron-super-49b")
     assert "model_type='nemotron-nas': transformers" in str(refused)
-    assert {name: (one.num_params, one.num_active_params) for name, one in found.items()} == {
+    assert {name: (one.num_params, one.num_active_params) for name, one in structures.items()} == {
         name: (int(row["total"]), int(row["active"])) for name, row in COUNTS.items()
     }
-    known = "", "its layers were not followed"
-    assert {name for name, one in found.items() if one.unsupported_reason not in known} == MIXERS
+    known = "", "its layers were not traced"
+    assert {
+        name for name, one in structures.items() if one.unsupported_reason not in known
+    } == MIXERS
 
 
-def kept(one: Structure) -> list[int]:
+def count_saved(one: Structure) -> list[int]:
     """Return the elements that a layer of each kind keeps, a token, in 16 bits."""
     rows = []
     for kind in one.kinds:
@@ -67,7 +69,7 @@ def kept(one: Structure) -> list[int]:
     return rows
 
 
-def forward(one: Structure, seq: int) -> float:
+def count_forward(one: Structure, seq: int) -> float:
     """Return the operations of a token's forward pass in matrices and attention."""
     matrices = [e for e in one.outer_params if len(e.shape) == 2][1:]  # the embedding is a lookup
     total = 2.0 * sum(e.count_elements() for e in matrices)
@@ -99,23 +101,25 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_what_is_kept_and_computed_is_what_formulas_by_hand_say(found, name: str) -> None:
-    one = found[name]
-    assert (one.num_params, kept(one), f"{forward(one, 8192) / 1e9:.3f}") == VALUES[name]
+def test_what_is_kept_and_computed_is_what_formulas_by_hand_say(structures, name: str) -> None:
+    one = structures[name]
+    assert (one.num_params, count_saved(one), f"{count_forward(one, 8192) / 1e9:.3f}") == VALUES[
+        name
+    ]
 
 
-def test_windows_and_chunks_are_those_of_each_layer(found) -> None:
-    def seen(name: str) -> list[tuple[int | None, int | None, int]]:
-        one = found[name]
+def test_windows_and_chunks_are_those_of_each_layer(structures) -> None:
+    def list_windows(name: str) -> list[tuple[int | None, int | None, int]]:
+        one = structures[name]
         cores = [kind.core for kind in one.kinds]
         return [(c.window, c.chunk, one.layer_kinds.count(k)) for k, c in enumerate(cores) if c]
 
-    assert seen("gemma-3-4b-text") == [(1024, None, 29), (None, None, 5)]
-    assert seen("gpt-oss-20b") == [(128, None, 12), (None, None, 12)]
-    assert seen("llama-4-scout") == [(None, 8192, 36), (None, None, 12)]
-    assert seen("qwen2.5-7b") == [(None, None, 28)]  # sliding_window stands there, and is not used
-    assert seen("nemotron-h-56b") == [(None, None, 10)]
-    full = found["olmo-3.1-32b"]
+    assert list_windows("gemma-3-4b-text") == [(1024, None, 29), (None, None, 5)]
+    assert list_windows("gpt-oss-20b") == [(128, None, 12), (None, None, 12)]
+    assert list_windows("llama-4-scout") == [(None, 8192, 36), (None, None, 12)]
+    assert list_windows("qwen2.5-7b") == [(None, None, 28)]  # sliding_window is given, not used
+    assert list_windows("nemotron-h-56b") == [(None, None, 10)]
+    full = structures["olmo-3.1-32b"]
     mean = sum(full.kinds[k].core.count_keys(65_536) for k in full.layer_kinds) / full.layers
     assert round(mean) == 11_168
 
@@ -127,9 +131,9 @@ SOME = (
 )  # fmt: skip
 # Classes whose defaults make no model, and classes that are not supported.
 NOT_COUNTED = {
-    "deepseek_v2": "says how many experts a token goes through",  # its default is None
-    "longcat_flash": "experts of several numbers",
-    "zaya": "chooses among others than its 16 experts",
+    "deepseek_v2": "gives the experts per token",  # its default is None
+    "longcat_flash": "several numbers of experts",
+    "zaya": "no router over its 16 experts",
 }
 
 
@@ -138,13 +142,13 @@ def test_every_class_is_counted_as_transformers_counts_it(request, tmp_path: Pat
     from transformers import AutoModelForCausalLM
     from transformers.models.auto import configuration_auto, modeling_auto
 
-    from shardtools.hub.build import offline
+    from shardtools.hub.meta_model import stay_offline
 
     whole = request.config.getoption("--whole")
     counts: dict[str, int | None] = {}
     for name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if whole else SOME:
         try:
-            with offline(), torch.device("meta"):
+            with stay_offline(), torch.device("meta"):
                 config = configuration_auto.CONFIG_MAPPING[name]()
                 config.save_pretrained(tmp_path / name)
                 model = AutoModelForCausalLM.from_config(config)
@@ -155,7 +159,7 @@ def test_every_class_is_counted_as_transformers_counts_it(request, tmp_path: Pat
     differ = {}
     for name, total in counts.items():
         path = tmp_path / name / "config.json"
-        one = counted(path, False) if path.exists() else ValueError()
+        one = count_model(path, False) if path.exists() else ValueError()
         if isinstance(one, ValueError):
             assert total is None or NOT_COUNTED[name] in str(one), one
         elif one.num_params != total or not 0 < one.num_active_params <= one.num_params:
@@ -211,7 +215,7 @@ QUIRKS = {  # additions to the file; total; active, None: all
 @pytest.mark.parametrize("name", QUIRKS)
 def test_quirks_of_files_are_counted(name: str) -> None:
     more, total, unmet = QUIRKS[name]
-    one = core._read(json.dumps(PLAIN | more))
+    one = core._parse_structure(json.dumps(PLAIN | more))
     assert (one.num_params, one.num_active_params) == (total, total - (unmet or 0))
     assert not one.unsupported_reason
 
@@ -231,9 +235,9 @@ def test_they_are_counted_and_planned_by_the_commands(capsys, tmp_path: Path) ->
 def test_what_is_counted_and_not_understood_is_not_planned(tmp_path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "bloom", "hidden_size": 64, "n_head": 4}))
-    assert hub.read(path).num_params > 0
-    with pytest.raises(ValueError, match="bloom is counted, and not planned: BloomBlock mixes"):
-        hub.planned(path)
+    assert hub.read_structure(path).num_params > 0
+    with pytest.raises(ValueError, match="bloom can be counted, but not planned: BloomBlock has"):
+        hub.read_plannable(path)
 
 
 # Untrusted files: each is refused in one line that names the reason.
@@ -245,7 +249,7 @@ BOUNDED: tuple[tuple[Any, str], ...] = (  # refused before anything is built
     (LLAMA | {"hidden_size": "4096"}, "hidden_size='4096'"),
     (MOE | {"num_experts": 10**12}, "num_experts=1000000000000"),
     (LLAMA | {"model_type": "../llama"}, "model_type='../llama'"),
-    (MOE | {"layer_types": [0] * 10**5}, "a list of 100000 entries"),
+    (MOE | {"layer_types": [0] * 10**5}, "entries, not 100000"),
     ('{"model_type": ' + "[" * 10**5, "it nests too deep"),
     ("{", "JSON"),
 )
@@ -260,7 +264,7 @@ BUILT: tuple[tuple[Any, str], ...] = (  # refused by the class, or for its size
 @pytest.mark.parametrize("what, words", BOUNDED)
 def test_files_from_strangers_are_refused_before_they_are_built(what, words) -> None:
     with pytest.raises(ValueError) as error:
-        bounds.read(what if isinstance(what, str) else json.dumps(what))
+        limits.parse_config(what if isinstance(what, str) else json.dumps(what))
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
@@ -268,7 +272,7 @@ def test_files_from_strangers_are_refused_before_they_are_built(what, words) -> 
 def test_what_a_class_cannot_be_built_with_is_one_line(what, words, tmp_path: Path) -> None:
     (path := tmp_path / "config.json").write_text(json.dumps(what))
     with pytest.raises(ValueError) as error:
-        hub.read(path)
+        hub.read_structure(path)
     said = str(error.value)
     assert said.startswith(f"config={str(path)!r}: ") and words in said and "\n" not in said
 
@@ -279,7 +283,7 @@ def test_code_and_kernels_that_a_file_names_are_not_read() -> None:
         "quantization_config": {"quant_method": "fp8"}, "torch_dtype": "evil",
         "_attn_implementation": "evil/kernel", "max_position_embeddings": 10**10,
     }  # fmt: skip
-    one = core._read(json.dumps(harmless), False)
+    one = core._parse_structure(json.dumps(harmless), False)
     assert one.num_params == int(COUNTS["llama-3.2-1b"]["total"])
     assert one.assumptions[-1].startswith("quantization_config (fp8) is not read")
 

@@ -41,7 +41,7 @@ from shardlab.measure import count, link
 from shardlab.pipeline import distribute_model, make_schedule
 from shardtools import strategy
 from shardtools.__main__ import COMMANDS
-from shardtools.cluster.command import PARTS
+from shardtools.cluster.command import SUBCOMMANDS
 
 PLAIN = Config(vocab=32, seq=6, layers=2, heads=4, hidden=32)
 NANO, LLAMA, GPT3 = (PRESETS[name] for name in ("nano", "llama-3-8b", "gpt-3-175b"))
@@ -202,12 +202,14 @@ def test_on_ranks_it_is_named_on_each_before_anything_is_sent() -> None:
 
 for module, _ in COMMANDS.values():
     importlib.import_module(module)  # once: the forks below inherit it
-for part in {*PARTS.values()}:
+for part in {*SUBCOMMANDS.values()}:
     importlib.import_module(f"shardtools.{part}")
 
 FOLDER = "watch", "hang"  # check for a folder before all else
 PLACED = *FOLDER, "steps", "grade"  # require a file or a folder
-ALL = [[name] for name in COMMANDS if name != "cluster"] + [["cluster", part] for part in PARTS]
+ALL = [[name] for name in COMMANDS if name != "cluster"] + [
+    ["cluster", part] for part in SUBCOMMANDS
+]
 PUBLISHED = show.ROOT / "code/shardtools/strategy/published"
 PLAN = "strategy plan --model llama-3-8b --gpu h100"
 MEET = f"cluster run --at 127.0.0.1:29400 {{}} {__file__}"
@@ -236,8 +238,8 @@ MISTAKES = {  # command -> words of its error line
     f"{PUBLISHED}/rates_nanotron.json": "profile='megatron'",
     "strategy emit nemo --model gpt-2 --gpu h100 --gpus 8": "nemo",
     "parity none.py -- true": "plain='none.py': must be an existing",
-    "grade none": "folder='none': allowed",
-    "grade . --part zeros": "part='zeros': allowed",
+    "grade none": "folder='none': must be",
+    "grade . --part zeros": "part='zeros': must be",
     "gpu --limit soon": "limit='soon': must be",
     "record zero tiny": "no such lesson: tiny; allowed",
     "doctor --ranks 0": "ranks=0: must be",

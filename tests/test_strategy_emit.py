@@ -350,7 +350,7 @@ def test_slurm_s_file_is_bash_and_asks_for_the_plan_s_gpus(tmp_path):
         assert ("exclusive" in options) == (each == H100.gpus_per_node)
 
 
-@pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")
+@pytest.mark.skipif(bool(slurm.find_missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")
 @pytest.mark.alone
 def test_slurm_starts_every_rank_of_the_plan(tmp_path):
     pair = replace(H100, gpus_per_node=2)
@@ -360,7 +360,7 @@ def test_slurm_starts_every_rank_of_the_plan(tmp_path):
         "names = 'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'SLURM_NODEID'\n"
         "sys.stdout.write(' '.join(os.environ[name] for name in names) + '\\n')\n"
     )
-    with slurm.up(tmp_path / "box", cpus=8) as box:
+    with slurm.run_cluster(tmp_path / "box", cpus=8) as box:
         how = {"cwd": tmp_path, "env": box.environment}
         submit = ["sbatch", "--parsable", "--time=1", FILE_NAME, "stub.py"]
         job = box.run(submit, **how).stdout.strip()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from commands import run_main
-from test_cluster_slurm import ended, losses, state, until
+from test_cluster_slurm import get_state, read_losses, wait_for_end, wait_until
 
 from shardlab.common.machines import MACHINES
 from shardlab.common.shapes import PRESETS
@@ -24,7 +24,9 @@ MEGATRON, TORCHTITAN = (
     json.loads((HERE / f"strategy_emit_{name}.json").read_text())
     for name in ("megatron", "torchtitan")
 )
-NEEDS = pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")
+NEEDS = pytest.mark.skipif(
+    bool(slurm.find_missing()), reason=f"Slurm is not installed: {slurm.INSTALL}"
+)
 LLAMA = PRESETS["llama-3-8b"]
 PAIR = replace(MACHINES["a100"], gpus_per_node=2)
 ENGINES = "torchtitan", "megatron", "course"
@@ -92,14 +94,14 @@ def test_a_job_s_files_are_written_and_a_site_s_lines_are_kept(engine, tmp_path,
 
 @NEEDS
 def test_slurm_takes_the_batch_files(tmp_path):
-    with slurm.up(tmp_path / "box", cpus=8) as box:
+    with slurm.run_cluster(tmp_path / "box", cpus=8) as box:
         for engine in ENGINES:
             folder = write_files(render_files(engine, partition="all"), tmp_path / engine)
             box.run(["sbatch", "--test-only", BATCH_FILE], cwd=folder)
         (tmp_path / "course" / SITE_FILE).unlink()
         submit = ["sbatch", "--parsable", BATCH_FILE]
         number = box.run(submit, cwd=tmp_path / "course").stdout.strip()
-        assert ended(box, number) == "FAILED"
+        assert wait_for_end(box, number) == "FAILED"
         assert f"no {SITE_FILE} here" in (tmp_path / f"course/train-{number}.err").read_text()
 
 
@@ -109,7 +111,7 @@ def test_a_job_saves_at_the_signal_returns_to_the_queue_and_resumes(tmp_path):
     engine, steps = "course", 300
     nano = replace(PRESETS["nano"], seq=16)
     folder = write_files(render_files(engine, Layout(dp=2, zero=3), nano, "00:10:00"), tmp_path)
-    with slurm.up(tmp_path / "box", 1, cpus=8) as box:
+    with slurm.run_cluster(tmp_path / "box", 1, cpus=8) as box:
         more = {
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_WAIT_POLICY": "PASSIVE",
@@ -120,14 +122,14 @@ def test_a_job_saves_at_the_signal_returns_to_the_queue_and_resumes(tmp_path):
         options = ["--limit", "4000", "--report", "1", "--steps", str(steps), "--every", "100"]
         number = box.run(["sbatch", "--parsable", BATCH_FILE, *options], **how).stdout.strip()
         metrics = folder / "run/metrics.jsonl"
-        until(lambda: metrics.exists() and losses(folder / "run"))
+        wait_until(lambda: metrics.exists() and read_losses(folder / "run"))
         box.run(["scancel", "--signal=USR1", "--batch", number])
-        until(lambda: state(box, number) == "PENDING")
-        assert 0 < len(losses(folder / "run")) < steps
-        until(lambda: not slurm.of_jobs(box.folder))
+        wait_until(lambda: get_state(box, number) == "PENDING")
+        assert 0 < len(read_losses(folder / "run")) < steps
+        wait_until(lambda: not slurm.find_job_processes(box.folder))
         box.run(["scontrol", "update", f"JobId={number}", "StartTime=now"])
         said = folder / f"train-{number}.err"
-        assert ended(box, number) == "COMPLETED", said.read_text()
+        assert wait_for_end(box, number) == "COMPLETED", said.read_text()
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, steps + 1))
 

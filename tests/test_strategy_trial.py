@@ -12,7 +12,7 @@ from shardlab.common.shapes import PRESETS
 from shardlab.layout import AXES, Layout, get_structure
 from shardlab.mesh.job import measure_rounding, run
 from shardtools.__main__ import main
-from shardtools.commands.mesh import as_predicted
+from shardtools.commands.mesh import is_as_predicted
 from shardtools.strategy import search_space, trial
 from shardtools.strategy.plan import Plan
 from shardtools.strategy.profile import PROFILES
@@ -73,9 +73,9 @@ def test_a_plan_is_run_and_equals_one_process(capsys, monkeypatch):
 def test_trial_detects_mismatches():
     rank = {"held": {"parameters": 8}, "held_predicted": {"parameters": 8},
             "sent": {"tp": 4.0}, "sent_predicted": {"tp": 4.0}}  # fmt: skip
-    assert as_predicted({"ranks": [rank, rank]})
-    assert not as_predicted({"ranks": [rank, {**rank, "held": {"parameters": 9}}]})
-    assert not as_predicted({"ranks": [rank, {**rank, "sent": {"tp": 5.0}}]})
+    assert is_as_predicted({"ranks": [rank, rank]})
+    assert not is_as_predicted({"ranks": [rank, {**rank, "held": {"parameters": 9}}]})
+    assert not is_as_predicted({"ranks": [rank, {**rank, "sent": {"tp": 5.0}}]})
     assert is_equivalent({"losses": 1e-6, "gradients": 1e-7})
     assert not is_equivalent({"losses": 1e-4, "gradients": 1e-7})
     assert not is_equivalent({"losses": 1e-6, "gradients": 1e-4})

@@ -78,11 +78,11 @@ def test_a_step_that_is_missing_is_named(number, tmp_path, request):
         assert old in text, old
         text = text.replace(old, new)
     (tmp_path / "my_train.py").write_text(text, "utf-8")
-    done, wrong = steps.progress(tmp_path / "my_train.py")
+    done, wrong = steps.check_script(tmp_path / "my_train.py")
     assert (done, words in wrong) == (made, True), (done, wrong)
     assert bool(wrong) == (made < 17)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ValueError, match="allowed are scripts, as my_train.py"):
-        steps.progress(tmp_path / "none.py")
+    with pytest.raises(ValueError, match="must be a script, such as my_train.py"):
+        steps.check_script(tmp_path / "none.py")

@@ -222,7 +222,7 @@ def test_ranks_save_after_the_same_step_whenever_the_signal_comes():
     assert run_on(saved) == [[10, 20], [10, 20]]
 
 
-@pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")
+@pytest.mark.skipif(bool(slurm.find_missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")
 def test_lightning_on_two_nodes_saves_is_requeued_and_goes_on(tmp_path, request):
     pytest.importorskip("pytorch_lightning")
     if not request.config.getoption("--whole"):
@@ -230,7 +230,7 @@ def test_lightning_on_two_nodes_saves_is_requeued_and_goes_on(tmp_path, request)
     code = Path(__file__).resolve().parents[1] / "code"
     shutil.copy(code / "shardlab/trainers/lightning.sbatch", tmp_path)
     given = ["--folder=runs", "--limit=16577", "--every=50", "--steps=150"]
-    with slurm.up(tmp_path / "box") as box:
+    with slurm.run_cluster(tmp_path / "box") as box:
         more = {"GLOO_SOCKET_IFNAME": "lo", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(code)}
         how = {"cwd": tmp_path, "env": {**box.environment, **more}}
         words = ["--parsable", "--ntasks-per-node=1", "lightning.sbatch", *given]

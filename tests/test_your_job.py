@@ -27,7 +27,7 @@ OURS = [line for line in LINES if "-m shardlab" in line]
 PLANS = [line for line in OURS if " strategy " in line]
 
 
-def words(line):
+def split_line(line):
     return shlex.split(line)[3:]  # without python -m shardlab
 
 
@@ -38,7 +38,7 @@ def test_the_planner_s_commands_run_and_say_what_the_page_says(
     if "strategy run" in line and not request.config.getoption("--whole"):
         pytest.skip("starts eight ranks: tests/test_strategy_trial.py starts some each day")
     monkeypatch.chdir(tmp_path)
-    status, out, error = run_main(capsys, *words(line))
+    status, out, error = run_main(capsys, *split_line(line))
     assert status == 0, error
     if "strategy run" in line:
         assert out.rstrip().endswith("equal to one process but for rounding")
@@ -52,7 +52,7 @@ def test_the_planner_s_commands_run_and_say_what_the_page_says(
 
 def test_the_page_s_layouts_are_those_of_an_engine_and_its_bytes(capsys):
     """Each row of the page's table, for torchtitan; and for the script, as the page suggests."""
-    asked = words(next(line for line in PLANS if "--tokens" in line)) + ["--json"]
+    asked = split_line(next(line for line in PLANS if "--tokens" in line)) + ["--json"]
     script = re.search(r"script has no stages.*`(.+)`", PAGE)[1].split()
     script = [*asked[: asked.index("--profile")], *script, "--json"]
     for engine, line in {"torchtitan": asked, "course": script}.items():

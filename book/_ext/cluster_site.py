@@ -31,7 +31,7 @@ def read(app: Sphinx, config: Config) -> None:
     app.cluster = None
     if config.cluster_file:
         try:
-            app.cluster = site.read(Path(app.srcdir, config.cluster_file), "cluster_file")
+            app.cluster = site.read_site(Path(app.srcdir, config.cluster_file), "cluster_file")
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
@@ -49,7 +49,7 @@ def make(app: Sphinx, doctree: nodes.document) -> None:
     for raw in doctree.findall(nodes.raw):
         if found := _SAVED.search(raw.astext()):
             text = base64.b64decode(found[1]).decode()
-            page = saved(at.batch(text, launch=False), found[2], at.name)
+            page = saved(at.adapt_batch_file(text, use_launcher=False), found[2], at.name)
             raw.replace_self(nodes.raw(page, page, **raw.attributes))
             changed = True
     if changed:
@@ -59,10 +59,10 @@ def make(app: Sphinx, doctree: nodes.document) -> None:
 def made(at: site.Site, text: str, language: str) -> str:
     """Return a code block of a page, adapted to the centre."""
     if "#SBATCH" in text:
-        return at.batch(text, launch=False)
+        return at.adapt_batch_file(text, use_launcher=False)
     if language not in _SHELL:
         return text
-    return "\n".join(at.command(line) for line in text.split("\n"))
+    return "\n".join(at.adapt_command(line) for line in text.split("\n"))
 
 
 def saved(text: str, name: str, of: str) -> str:

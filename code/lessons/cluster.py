@@ -69,14 +69,14 @@ FOLDER = Path(TEMPORARY.name)
 # This one is for a script that knows nothing of ranks, as [the first stage of the training script](train.md#training-script-from-one-process-to-many).
 
 # %%
-sessions.job("one.sbatch")
+sessions.show_job("one.sbatch")
 
 # %% [markdown]
 # You hand it in with `sbatch one.sbatch train.py --steps 1000`. What follows its name arrives in it as `"$@"`.
 # `sbatch` prints the job's number and returns at once. `squeue` lists the jobs, and `scancel NUMBER` ends one.
 
 # %%
-sessions.session("one")
+sessions.show_session("one")
 
 # %% [markdown]
 # `steps.py` stands for a training script: it counts, saves and resumes, and needs no GPU.
@@ -99,7 +99,7 @@ sessions.session("one")
 # Where the environment is not activated, the node does not find your programs. Slurm says so in the name of a system call:
 
 # %%
-sessions.session("path")
+sessions.show_session("path")
 
 # %% [markdown]
 # `execve(): torchrun: No such file or directory` means that no `torchrun` is in the job's `PATH`: activate the environment in the batch script.
@@ -113,7 +113,7 @@ sessions.session("path")
 # `Priority` and `Resources` mean that other jobs come first. Some reasons never end by themselves:
 
 # %%
-sessions.session("pending")
+sessions.show_session("pending")
 
 # %% [markdown]
 # Nodes are grouped into *partitions*, and each has a longest time. `sinfo -o '%P %l'` lists both.
@@ -149,7 +149,7 @@ sessions.session("pending")
 # Slurm runs the batch script once, on the job's first node. `srun` is what starts a program on all of them.
 
 # %%
-sessions.job("torchrun.sbatch")
+sessions.show_job("torchrun.sbatch")
 
 # %% [markdown]
 # | line | why |
@@ -199,7 +199,7 @@ show.table(rows, ["option", "default", "what it gives"])
 # `sbatch torchrun.sbatch train.py --folder runs/a` submits it. Here it starts `steps.py`, which says who it is.
 
 # %%
-sessions.session("torchrun", live=False)
+sessions.show_session("torchrun", live=False)
 
 # %% [markdown]
 # The lines are sorted here; in the file, ranks write as they please.
@@ -208,7 +208,7 @@ sessions.session("torchrun", live=False)
 # `srun` can start the ranks itself, without `torchrun`. Then the script needs four names that `torchrun` would have set, and Slurm has all of them:
 
 # %%
-sessions.job("srun.sbatch")
+sessions.show_job("srun.sbatch")
 
 # %% [markdown]
 # What you give up are restarts inside the job.
@@ -230,7 +230,7 @@ sessions.job("srun.sbatch")
 # ### Which GPU is mine
 
 # %%
-sessions.session("gpus")
+sessions.show_session("gpus")
 
 # %% [markdown]
 # With `--gpus-per-node=2` every task sees both, and the device is `cuda:LOCAL_RANK`.
@@ -247,7 +247,7 @@ sessions.session("gpus")
 # ````
 
 # %%
-sessions.session("devices", live=False)
+sessions.show_session("devices", live=False)
 
 # %% [markdown]
 # ````{admonition} Checked: "use $RANDOM as --rdzv-id"
@@ -259,7 +259,7 @@ sessions.session("devices", live=False)
 # ````
 
 # %%
-sessions.session("random")
+sessions.show_session("random")
 
 # %% [markdown]
 # ### When they do not meet
@@ -284,7 +284,7 @@ sessions.session("random")
 # That is short for a checkpoint. So ask for a signal of your own earlier, save, and go back into the queue:
 
 # %%
-sessions.job("requeue.sbatch")
+sessions.show_job("requeue.sbatch")
 
 # %% [markdown]
 # `--signal=USR1@120` sends SIGUSR1 to all processes that `srun` has started, and none to the batch script, 120 seconds before the end.
@@ -297,7 +297,7 @@ sessions.job("requeue.sbatch")
 # Another status would look like a failure to `torchrun`, which would start all ranks again.
 
 # %%
-sessions.session("requeue", live=False)
+sessions.show_session("requeue", live=False)
 
 # %% [markdown]
 # `scancel --signal` sends the same signal by hand: so you try this without waiting for the time limit.
@@ -314,7 +314,7 @@ sessions.session("requeue", live=False)
 # ````
 
 # %%
-sessions.session("usr1", live=False)
+sessions.show_session("usr1", live=False)
 
 # %% [markdown]
 # ## A rank is killed, and training goes on
@@ -330,7 +330,7 @@ show.file(sessions.JOBS / "killed.py", "python")
 # The batch script is the same. The variable is explained [below](#the-store-of-all-rounds).
 
 # %%
-sessions.session("killed", live=False)
+sessions.show_session("killed", live=False)
 
 # %% [markdown]
 # Steps 11 and 12 are made twice, because they came after the last save. All losses equal those of a single process.
@@ -401,7 +401,7 @@ show.table(rows, head, caption=caption)
 # Table: busy and useful, for small and for large products
 
 
-def multiply(n, seconds=0.5):
+def measure_products(n, seconds=0.5):
     """Share of the time that a core was busy, and FLOP/s, in products of n x n."""
     a, count = torch.randn(n, n), 0
     begin, used = time.monotonic(), time.process_time()
@@ -412,7 +412,7 @@ def multiply(n, seconds=0.5):
 
 
 # CPU: cores are measured
-found = {n: ranks.run(multiply, 1, n, device="cpu")[0] for n in (16, 512)}
+found = {n: ranks.run(measure_products, 1, n, device="cpu")[0] for n in (16, 512)}
 show.check_timing(
     found[512][1] > 5 * found[16][1], "large products: five times the FLOP/s"
 )
@@ -460,14 +460,14 @@ show.table(rows, ["rows of the matrix", "core busy (% of time)", "GFLOP/s"])
 # Runs two ranks of DDP, and draws what each of them used
 
 
-def watched(folder):
+def train_and_sample(folder):
     rank, pids = dist.get_rank(), [None, None]
     model = torch.nn.parallel.DistributedDataParallel(GPT(PRESETS["nano"]))
     tokens, targets = text.get_batch(64, 8, start=8 * rank)
     dist.all_gather_object(pids, os.getpid())
     if rank == 0:
         job = (folder, dict(enumerate(pids)), 0.1, 2.0)
-        threading.Thread(target=sample.watch, args=job).start()
+        threading.Thread(target=sample.sample_ranks, args=job).start()
     begin, saved, go = time.monotonic(), False, torch.ones(1)
     while go.item() == 1:
         loss(model(tokens), targets).backward()
@@ -479,14 +479,14 @@ def watched(folder):
 
 
 folder = Path(tempfile.mkdtemp(dir=FOLDER))
-ranks.run(watched, 2, folder, device="cpu")  # CPU: cores are sampled
+ranks.run(train_and_sample, 2, folder, device="cpu")  # CPU: cores are sampled
 (samples,) = folder.glob("samples-*.jsonl")
-idle = [line for line in report.lines(samples) if line.get("cpu_percent", 100) < 40]
+idle = [line for line in report.read_samples(samples) if line.get("cpu_percent", 100) < 40]
 both = {line["rank"] for line in idle} == {0, 1} and len(idle) >= 6
 show.check_timing(both, "both ranks idle for 0.7 s")
 alt = "Processor, memory and network of two ranks over two seconds. In the middle both "
 alt += "ranks' processors and the network fall to nothing for 0.7 s; memory stays."
-show.figure(report.report(folder), alt, "cluster-report")
+show.figure(report.draw_report(folder), alt, "cluster-report")
 
 # %% [markdown]
 # The processors of *both* ranks and the network are idle: one writes a file, the other waits.
@@ -500,37 +500,36 @@ show.figure(report.report(folder), alt, "cluster-report")
 # Table: each rank's steps, and when it arrives at their first message
 
 
-def steps(slow):
+def time_steps(slow):
     rank, seconds = dist.get_rank(), []
     for _ in range(36):
         begin = time.monotonic()
         time.sleep(0.01 + 0.04 * (rank == slow))  # forward and backward
         dist.all_reduce(torch.ones(100_000))
         seconds.append(time.monotonic() - begin)
-    return seconds, flight.record(lines=False)
+    return seconds, flight.take_record(stacks=False)
 
 
-def late(results):
+def compute_delays(results):
     calls = {}
     for rank, (_, record) in enumerate(results):
-        calls[rank] = [c for c in flight.calls(record) if c.op == "all_reduce"]
-    return straggler.arrivals(calls)
+        calls[rank] = [c for c in flight.parse_calls(record) if c.op == "all_reduce"]
+    return straggler.measure_delays(calls)
 
 
-results = ranks.run(steps, 3, 1, device="cpu")  # CPU: times are gloo's
-arrivals = late(results)
+results = ranks.run(time_steps, 3, 1, device="cpu")  # CPU: times are gloo's
+delays = compute_delays(results)
 middle = [1e3 * median(seconds) for seconds, _ in results]
 show.check_timing(
     max(middle) < 1.2 * min(middle), "steps of all ranks take equally long"
 )
-slow = arrivals[1]
-show.check_timing(
-    slow.late > 0.02 and slow.last > 0.8, "rank 1 is late in four of five steps"
-)
-rows = [
-    (a.rank, f"{middle[a.rank]:.0f}", f"{1e3 * a.late:.0f}", f"{100 * a.last:.0f}")
-    for a in arrivals
-]
+slow = delays[1]
+late = slow.median_delay > 0.02 and slow.share_last > 0.8
+show.check_timing(late, "rank 1 is late in four of five steps")
+rows = []
+for a in delays:
+    numbers = middle[a.rank], 1e3 * a.median_delay, 100 * a.share_last
+    rows.append((a.rank, *(f"{number:.0f}" for number in numbers)))
 head = ["rank", "step (ms, median)", "behind the first (ms, median)", "came last (%)"]
 show.table(rows, head)
 
@@ -540,7 +539,7 @@ show.table(rows, head)
 durations = {rank: seconds for rank, (seconds, _) in enumerate(results)}
 alt = "Above, the duration of 36 steps: three ranks' lines lie together. Below, when "
 alt += "each called a step's first collective: rank 1 comes last, by the same distance."
-show.figure(straggler.picture(arrivals, durations), alt, "cluster-straggler")
+show.figure(straggler.draw_delays(delays, durations), alt, "cluster-straggler")
 
 # %% [markdown]
 # Each step ends when the last rank has come, so all steps take equally long. What tells ranks apart is when each *arrives* at the collective.
@@ -558,7 +557,7 @@ show.figure(straggler.picture(arrivals, durations), alt, "cluster-straggler")
 # Table: when messages begin, read from the traces of both steps
 
 
-def traced(folder):
+def trace_steps(folder):
     """A step that averages gradients after backward, and one in which DDP does."""
     rank = dist.get_rank()
     tokens, targets = text.get_batch(128, 2, start=2 * rank)
@@ -580,7 +579,7 @@ def traced(folder):
 
 folder = Path(tempfile.mkdtemp(dir=FOLDER))
 # CPU: gloo's messages are traced
-ranks.run(traced, 2, folder, device="cpu", show=False)
+ranks.run(trace_steps, 2, folder, device="cpu", show=False)
 rows = []
 for name in ("after", "ddp"):
     for path in sorted((folder / name).glob("*.json")):
@@ -616,24 +615,24 @@ show.table(rows, ["gradients", "rank", "first message begins (% of backward)"])
 # Before that, a thread of each rank, a watchdog, sees that no step ends, and writes down what its rank has called.
 
 # %%
-def average(group, watchdog):
+def all_reduce_steps(group, watchdog):
     for step in range(3):
         for size in (16, 4):
             if step == 2 and dist.get_rank() == 1:
                 time.sleep(0.7)
             else:
                 dist.all_reduce(torch.ones(size), group=group)
-        watchdog.beat()
+        watchdog.report_step()
 
 
-def skips(folder):
+def skip_last_step(folder):
     two = timedelta(seconds=2)
     group = dist.new_group(timeout=two, group_desc="data")
     careless = dist.new_group(group_desc="careless")  # without a limit of its own
     dist.all_reduce(torch.ones(1), group=careless)
-    watchdog, message = flight.Watchdog(folder, limit=0.5), "no error"
+    watchdog, message = flight.Watchdog(folder, timeout=0.5), "no error"
     try:
-        average(group, watchdog)
+        all_reduce_steps(group, watchdog)
     except RuntimeError as error:
         message = str(error).rpartition("] ")[2].partition(" for ")[0]
     watchdog.close()
@@ -641,7 +640,7 @@ def skips(folder):
 
 
 # CPU: gloo's time limit
-print(*ranks.run(skips, 3, FOLDER / "flight", device="cpu"), sep="\n")
+print(*ranks.run(skip_last_step, 3, FOLDER / "flight", device="cpu"), sep="\n")
 
 
 # %% [markdown]
@@ -649,7 +648,7 @@ print(*ranks.run(skips, 3, FOLDER / "flight", device="cpu"), sep="\n")
 # Counting calls finds it:
 
 # %%
-def fewer(calls, group):
+def find_missing_ranks(calls, group):
     """Ranks that have called fewer collectives of a group than others."""
     counts = {
         rank: max((c.number for c in mine if c.group.startswith(group)), default=0)
@@ -658,33 +657,33 @@ def fewer(calls, group):
     return [rank for rank, count in counts.items() if count < max(counts.values())]
 
 
-calls = flight.read(FOLDER / "flight")
-print("missing:", fewer(calls, "data"))
+calls = flight.read_records(FOLDER / "flight")
+print("missing:", find_missing_ranks(calls, "data"))
 
 # %% [markdown]
-# `hang.explain` does the same, and names the collective and the line.
+# `hang.find_causes` does the same, and names the collective and the line.
 # It also finds ranks that called *another* collective, sizes that disagree, and circles of waiting ranks.
 # If all wait in one collective, suspect a link or a network card.
 
 # %%
-found = hang.explain(calls)
+found = hang.find_causes(calls)
 print(*found)
 
 # %% tags=["hide-input"]
 # Holds the finding
 
 assert found[0].ranks == (1,) and found[0].call.number == 5
-assert fewer(calls, "data") == [1]
+assert find_missing_ranks(calls, "data") == [1]
 
 # %% [markdown]
-# The watchdog's limit is longer than any step, the first and saves included, and shorter than the group's: a collective that gloo has given up counts as done.
+# The watchdog's `timeout` is longer than any step, the first and saves included, and shorter than the group's: a collective that gloo has given up counts as done.
 # `python -m shardlab cluster hang FOLDER` then says the same as above, and PyTorch's `torchfrtrace FOLDER -p trace_` reads these files, too.
 # [A test](../tests/test_cluster_hang.py) gives the same records to both.
 #
 # ```{admonition} Checked: "torchfrtrace works with any backend, and names the culprit"
 # :class: checked
 #
-# With gloo's own records it ends in a `KeyError`, since gloo leaves out the groups (torch 2.13, November 2026, [tested](../tests/test_cluster_hang.py)); `flight.record` fills them in.
+# With gloo's own records it ends in a `KeyError`, since gloo leaves out the groups (torch 2.13, November 2026, [tested](../tests/test_cluster_hang.py)); `flight.take_record` fills them in.
 # It compares calls and sizes as above, and GPUs' states, but each group by itself: a circle over two groups is reported as two missing ranks.
 # Where ranks differ, the record that it happens to read first is right, and the others are culprits.
 # Ours asks the majority. Of two ranks nobody knows: look at both lines.
@@ -695,7 +694,7 @@ assert fewer(calls, "data") == [1]
 # A group without a limit has its backend's, 10 minutes under nccl and 30 under gloo, whatever `init_process_group` was given.
 
 # %%
-limits = {call.group.partition(":")[0]: call.limit for call in calls[0]}
+limits = {call.group.partition(":")[0]: call.timeout for call in calls[0]}
 print("data:", limits["data"], "s, careless:", limits["careless"], "s")
 print("the world's is another one:", limits["default_pg"] < limits["careless"])
 
@@ -716,7 +715,7 @@ print("the world's is another one:", limits["default_pg"] < limits["careless"])
 # This was captured of a real job on 23 November 2026, and is the first of the exercises with a log.
 
 # %%
-print(captured.log("uneven").partition("== flight")[0].strip())
+print(captured.read_log("uneven").partition("== flight")[0].strip())
 
 # %% [markdown]
 # ## Where ranks run: cores, and the right network
@@ -727,7 +726,7 @@ print(captured.log("uneven").partition("== flight")[0].strip())
 # Table: what two ranks get of the cores, bound to one and bound to two
 
 
-def on_cores(cores):
+def measure_cores(cores):
     os.sched_setaffinity(0, {cores[dist.get_rank()]})
     a = torch.randn(256, 256)
     dist.barrier()
@@ -739,9 +738,9 @@ def on_cores(cores):
 
 first, *others = sorted(os.sched_getaffinity(0))
 # CPU: cores are measured
-together = sum(ranks.run(on_cores, 2, [first, first], device="cpu"))
+together = sum(ranks.run(measure_cores, 2, [first, first], device="cpu"))
 # CPU: cores are measured
-apart = sum(ranks.run(on_cores, 2, [first, (others or [first])[0]], device="cpu"))
+apart = sum(ranks.run(measure_cores, 2, [first, (others or [first])[0]], device="cpu"))
 show.check_timing(together < 1.1, "ranks on one core share it")
 rows = [("one core for both", f"{together:.2f}"), ("a core each", f"{apart:.2f}")]
 show.table(rows, ["binding", "cores that the two ranks got, together"])
@@ -797,7 +796,7 @@ assert status == 1
 # Each check is a function of what all ranks found. This one is for clocks.
 
 # %%
-show.source(checks.clocks)
+show.source(checks.check_clocks)
 
 # %% [markdown]
 # Each rank asks rank 0 for the time, and takes the answer to be half a round trip old {cite}`cristian1989clock`.
@@ -823,12 +822,12 @@ show.source(checks.clocks)
 
 # %%
 hosts = ["node1", "node1", "node2", "node2"]
-for number, turn in enumerate(pairs.turns(4, hosts, apart=False), 1):
+for number, turn in enumerate(pairs.schedule_turns(4, hosts, one_per_host=False), 1):
     print(f"round {number}:", " ".join(f"{a}–{b}" for a, b in turn))
-print(len(list(pairs.rounds(64))), "rounds for 64 ranks")
+print(len(list(pairs.generate_rounds(64))), "rounds for 64 ranks")
 
 # %% [markdown]
-# With gloo the cores of a host move the bytes, so its pairs take turns (`apart=True`).
+# With gloo the cores of a host move the bytes, so its pairs take turns (`one_per_host=True`).
 # Above 16 ranks, the seven nearest and those 8, 16, 32, … away are measured: ten rounds for 64 ranks.
 #
 # ### What it cannot see
@@ -841,10 +840,10 @@ print(len(list(pairs.rounds(64))), "rounds for 64 ranks")
 # A sweep over learning rates is one job in four copies. `%2` lets two of them run at a time.
 
 # %%
-sessions.job("array.sbatch")
+sessions.show_job("array.sbatch")
 
 # %%
-sessions.session("array", live=False)
+sessions.show_session("array", live=False)
 
 # %% [markdown]
 # Each task is a job of its own, with its own time limit and its own output. `scancel 1_3` ends one, `scancel 1` all.
@@ -864,19 +863,19 @@ sessions.session("array", live=False)
 # | run again | `--requeue` | `-r y` | `backoffLimit` |
 
 # %%
-sessions.job("job.pbs")
+sessions.show_job("job.pbs")
 
 # %% [markdown]
 # On Kubernetes nothing counts pods for you unless the Job is *Indexed*: then they are called `train-0` and `train-1`, and a Service without an address of its own makes these names resolve.
 
 # %%
-sessions.job("job.yaml")
+sessions.show_job("job.yaml")
 
 # %% [markdown]
 # Where Kubeflow's Trainer is installed, a TrainJob says the same in a third of the lines; its runtime sets the rendezvous.
 
 # %%
-sessions.job("trainjob.yaml")
+sessions.show_job("trainjob.yaml")
 
 # %% [markdown]
 # Neither PBS nor Kubernetes ran here. [Tests](../tests/test_cluster.py) hold the YAML files to published schemas (`kubeflow-trainer-api` 2.3.0); the PBS file follows OpenPBS's manual, and its shell ran with a pretended `pbsdsh`.
@@ -996,7 +995,7 @@ check(answer, "cluster_batch")
 # Two ranks wait for a third. Which rank is missing, in which collective do the others wait, and in which line of `uneven.py` do they call it? (Here are its calls; the stacks are above.)
 
 # %%
-print(captured.log("uneven").partition("== flight")[2])
+print(captured.read_log("uneven").partition("== flight")[2])
 
 # %%
 answer = {"rank": ..., "collective": ..., "line": ...}  # a number, a name, a number
@@ -1073,7 +1072,7 @@ check(my_ranks)
 # Both ranks are in the same line, in the same function, and neither is missing. In which group does each of them wait?
 
 # %%
-print(captured.log("order"))
+print(captured.read_log("order"))
 
 # %%
 answer = {"rank 0": ..., "rank 1": ...}  # names of groups
@@ -1149,7 +1148,7 @@ check(culprit, "cluster_culprit")
 # The job says that it runs tensor parallelism, in which both ranks would see the same sequences and add up activations. What does it run: `"ddp"`, `"zero1"`, `"zero3"` or `"tensor"`? Which rank has run out of data, in which collective does the other one wait, and in which line?
 
 # %%
-print(captured.log("tensor"))
+print(captured.read_log("tensor"))
 
 # %%
 answer = {"runs": ..., "rank": ..., "collective": ..., "line": ...}
@@ -1168,7 +1167,7 @@ check(answer, "hang_tensor")
 # The reason is in the first line: a setting is misspelt, and nobody reads it. So each rank trains on sequences of its own, and one of seven is left over.
 
 # %%
-answer = {"runs": "zero3", "rank": 1, "collective": "all_gather", "line": 27}
+answer = {"runs": "zero3", "rank": 1, "collective": "all_gather", "line": 28}
 check(answer, "hang_tensor")
 
 

@@ -781,7 +781,7 @@ QWEN3 = {
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder, "config.json")
     path.write_text(json.dumps(QWEN3))
-    qwen = hub.read(path)
+    qwen = hub.read_structure(path)
 print(f"{qwen.num_params:,} parameters, of which a token meets {qwen.num_active_params:,}")
 
 # %% [markdown]
@@ -797,7 +797,7 @@ print(f"{memory.count_parameters(as_mixtral) - qwen.num_params:,} parameters")
 
 # %% [markdown]
 # Its heads have half the size, and queries and keys are not normalised: 1.5 % of the parameters would be missing, and two thirds of what attention keeps for backward.
-# So `hub.read` guesses nothing. It has `transformers` build the model on the `meta` device, where tensors have shapes and take no bytes, and adds up the sizes. Then it puts a token without data through one layer of each kind, and notes what backward would keep.
+# So `hub.read_structure` guesses nothing. It has `transformers` build the model on the `meta` device, where tensors have shapes and take no bytes, and adds up the sizes. Then it puts a token without data through one layer of each kind, and notes what backward would keep.
 # Nothing is downloaded, and no code that comes with a file is run. A file that it does not understand is refused with one line; sizes that a file does not give are named, and so is what the class does not read of it. If that is a size, the file is refused: it describes another model.
 #
 # What a rank holds is then counted as above. Here are 64 GPUs, in groups of eight over which the experts are divided; the [lesson on experts](experts.md) tells how.

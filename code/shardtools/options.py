@@ -1,8 +1,8 @@
-"""Options of the commands. A bad value gets one line: its name, the value, and what is allowed.
+"""Options of the commands. A bad value gets one line: its name, the value, and what it must be.
 
-argparse's own messages name types, not what is allowed. So text that is no number stays text, and
-the dataclass or function that uses the value refuses it, as in Python. Files and folders that
-options name are checked here: `folder` and `written`; `shardlab.common.files` reads.
+argparse's own messages name types, not allowed values. So text that is no number stays text, and
+the dataclass or function that uses the value refuses it, as in Python. `make_folder` and
+`write_file` check folders and files that options name; `shardlab.common.files` reads them.
 
 Only the standard library is imported.
 """
@@ -32,34 +32,34 @@ class Parser(argparse.ArgumentParser):
         """End the process with status 2, without argparse's usage text."""
         self.exit(2, f"{self.prog}: {message}\n")
 
-    def parse_known_args(self, *given: Any, **more: Any) -> Any:
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
         """Parse as argparse does, but refuse unknown options."""
-        found, rest = super().parse_known_args(*given, **more)
+        found, rest = super().parse_known_args(*args, **kwargs)
         if rest:
-            near = nearest(rest[0].partition("=")[0], self._option_string_actions)
-            self.error(f"unrecognized arguments: {' '.join(rest)}{near}")
+            suggestion = suggest_nearest(rest[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(rest)}{suggestion}")
         return found, rest
 
 
-def nearest(given: str, known: Iterable[str]) -> str:
+def suggest_nearest(given: str, known: Iterable[str]) -> str:
     """Return " (did you mean …?)" if one of the names is similar to the given one, else ""."""
     import difflib  # imported here: only a mistake needs it
 
-    near = difflib.get_close_matches(given, list(known), 1, 0.7)
-    return f" (did you mean {near[0]}?)" if near else ""
+    matches = difflib.get_close_matches(given, list(known), 1, 0.7)
+    return f" (did you mean {matches[0]}?)" if matches else ""
 
 
-def any_encoding() -> None:
+def escape_unencodable() -> None:
     """Escape characters that a terminal or a pipe cannot encode, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
-def command(
+def add_parser(
     commands: argparse._SubParsersAction, name: str, description: str | None
 ) -> argparse.ArgumentParser:
-    """Add a command. Its short description is in the list of commands."""
+    """Add a subcommand. `description` is its manual page, printed by --help."""
     parser = commands.add_parser(
         name,
         description=description,
@@ -71,103 +71,96 @@ def command(
     return parser
 
 
-def add(
-    parser: argparse.ArgumentParser,
-    name: str,
-    words: str,
-    metavar: str,
-    kind: Callable[[str], Any] = str,
+def add_option(
+    parser: Any, name: str, help: str, metavar: str, kind: Callable[[str], Any] = str
 ) -> None:
     """Add an option with a value, converted to `kind` if possible. A missing value is ""."""
-    read = partial(_read, kind)
-    parser.add_argument(f"--{name}", nargs="?", const="", help=words, metavar=metavar, type=read)
+    convert = partial(_convert_or_keep, kind)
+    parser.add_argument(f"--{name}", nargs="?", const="", help=help, metavar=metavar, type=convert)
 
 
-def flag(parser: Any, name: str, words: str) -> None:
+def add_flag(parser: Any, name: str, help: str) -> None:
     """Add an option without a value: None unless it is given."""
-    parser.add_argument(f"--{name}", action="store_true", default=None, help=words)
+    parser.add_argument(f"--{name}", action="store_true", default=None, help=help)
 
 
-def _read(kind: Callable[[str], Any], given: str) -> Any:
+def _convert_or_keep(kind: Callable[[str], Any], text: str) -> Any:
     with suppress(ValueError):  # text that cannot be converted is refused later
-        return kind(given)
-    return given
+        return kind(text)
+    return text
 
 
-def given(chosen: argparse.Namespace, kind: Any = None) -> dict[str, Any]:
-    """Return the options given, by name; kind: those that are fields of this dataclass."""
-    there = {name: value for name, value in vars(chosen).items() if value is not None}
-    names = there if kind is None else kind.__dataclass_fields__
-    return {name: there[name] for name in names if name in there}
+def collect_options(args: argparse.Namespace, dataclass: Any = None) -> dict[str, Any]:
+    """Return the options that were given, by name; only the fields of `dataclass`, if any."""
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    names = given if dataclass is None else dataclass.__dataclass_fields__
+    return {name: given[name] for name in names if name in given}
 
 
-def whole(name: str, given: str | None, least: int = 1, most: int = MAX_QUANTITY) -> int:
-    """Return an option's value as a whole number. Raises ValueError, which says what is allowed."""
-    value = _read(int, given or "")
-    check_integer(least, most, **{name: value})
+def parse_whole(name: str, value: str | None, minimum: int = 1, maximum: int = MAX_QUANTITY) -> int:
+    """Return an option's value as a whole number. Raises ValueError if it is out of range."""
+    value = _convert_or_keep(int, value or "")
+    check_integer(minimum, maximum, **{name: value})
     return value
 
 
-def apart(given: Iterable[str], names: Iterable[str], words: str) -> None:
-    """Raise ValueError if one of these options is given beside an option that excludes it.
-
-    words: the other option, and what is allowed with it.
-    """
+def refuse_options(options: Iterable[str], names: Iterable[str], reason: str) -> None:
+    """Raise ValueError if an option of `names` is given. reason: the option that excludes it."""
     for name in names:
-        if name in given:
-            raise ValueError(f"--{name.replace('_', '-')} {words}")
+        if name in options:
+            raise ValueError(f"--{name.replace('_', '-')} {reason}")
 
 
-def one_of(given: Iterable[str], *names: str) -> None:
+def check_exactly_one(options: Iterable[str], *names: str) -> None:
     """Raise ValueError unless exactly one of these options is given."""
-    words, said = " and ".join(f"--{n}" for n in names), [f"--{n}" for n in names if n in given]
-    if len(said) != 1:
-        raise ValueError(f"{' and '.join(said) or 'neither'}: allowed is exactly one of {words}")
+    words, given = " and ".join(f"--{n}" for n in names), [f"--{n}" for n in names if n in options]
+    if len(given) != 1:
+        raise ValueError(f"{' and '.join(given) or 'neither'}: must be exactly one of {words}")
 
 
-def folder(name: str, given: str | Path) -> Path:
+def make_folder(name: str, value: str | Path) -> Path:
     """Return the folder of an option, made if it is new. Raises ValueError if it is not writable.
 
     Call it last, when all other options are known to be good.
     """
-    path = parse_path(name, given)
+    path = parse_path(name, value)
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        allowed = "allowed are folders that can be written, or made"
-        raise ValueError(f"{name}={str(given)!r}: {allowed} ({error.strerror})") from None
+        words = f"must be a folder that can be written or made ({error.strerror})"
+        raise ValueError(f"{name}={str(value)!r}: {words}") from None
     return path
 
 
-def written(
+def write_file(
     name: str,
-    given: str | Path,
-    write: Callable[[Path], Any] | str | None = None,
-    room: bool = False,
+    value: str | Path,
+    content: Callable[[Path], Any] | str | None = None,
+    make_parent: bool = False,
 ) -> Any:
-    """Return what `write(path)` returns. Raises ValueError for a file that cannot be written.
+    """Write a file atomically. Raises ValueError for a file that cannot be written.
 
-    The file is written beside its place and then moved there, so that a reader finds the old one or
-    the new one. A link stays, and the file that it leads to is written. write: a function, or a
-    text.
-    room: make the file's folder, too. Without `write` the place is only tried, before long work
-    begins, and nothing is changed.
+    The file is written into a folder beside it and then moved, so that a reader finds the old or
+    the new file. A symbolic link stays, and its target is written.
+    content: a text, or a function of the path, whose result is returned; None: only check that the
+    file can be written, before long work begins. make_parent: make the file's folder, too.
     """
-    allowed = "allowed are files in a folder that exists and can be written"
-    path = Path(os.path.realpath(parse_path(name, given)))
+    path = Path(os.path.realpath(parse_path(name, value)))
     try:
         if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
             raise PermissionError(13, "a folder, no plain file, or read-only")
-        if room:
+        if make_parent:
             path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".part-", dir=path.parent) as beside:
-            part = Path(beside, path.name)
+        with tempfile.TemporaryDirectory(prefix=".part-", dir=path.parent) as folder:
+            part = Path(folder, path.name)
             part.touch()
-            if write is None:
+            if content is None:
                 return None
-            found = part.write_text(write, "utf-8") if isinstance(write, str) else write(part)
+            write = content if callable(content) else lambda path: path.write_text(content, "utf-8")
+            result = write(part)
             os.replace(part, path)
-            return found
+            return result
     except OSError as error:
-        raise ValueError(f"{name}={str(given)!r}: {allowed} ({error.strerror})") from None
+        words = f"must be a file that can be written, in a folder that exists ({error.strerror})"
+        raise ValueError(f"{name}={str(value)!r}: {words}") from None

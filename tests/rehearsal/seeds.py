@@ -128,7 +128,7 @@ SEEDS = [
         "shardtools/cluster/doctor/pairs.py",
         "ways = [ranks.isend, ranks.irecv] if first else [ranks.irecv, ranks.isend]",
         "ways = [ranks.isend, ranks.irecv]",
-        "cluster.links",
+        "cluster.check_links",
         finding("connection"),
     ),
     Seed(
@@ -136,7 +136,7 @@ SEEDS = [
         "shardtools/cluster/doctor/pairs.py",
         "return (read_clock(device) - begin) / (2 * times)",
         "return (read_clock(torch.device('cpu')) - begin) / (2 * times)",
-        "cluster.links",
+        "cluster.check_links",
         finding("clock"),
     ),
 ]

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardtools.options import command, written
+from shardtools.options import add_parser, write_file
 
 from .kernel import LessonError, about, changed, execute, execute_all
 from .key import Reader, code_cells, has_cells, lessons, notebook, pages, reach, read
@@ -67,12 +67,12 @@ def save(book: nbformat.NotebookNode, path: Path) -> None:
     """Write a recording atomically: a reader finds the old file or the new one, never a part."""
     import nbformat
 
-    written("recording", path, nbformat.writes(book) + "\n", room=True)
+    write_file("recording", path, nbformat.writes(book) + "\n", make_parent=True)
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `record` to the command line."""
-    parser = command(commands, "record", __doc__)
+    parser = add_parser(commands, "record", __doc__)
     parser.add_argument("lesson", nargs="*", help="topics; all lessons when none is named")
     parser.set_defaults(command=_main)
 

@@ -111,25 +111,25 @@ def run(step: Step, root: Path, facts: dict[str, Any], seconds: float) -> str:
         if not figures.get("rows", True):
             return "no row for this machine"
         text = json.dumps(found | facts | figures, indent=1) + "\n"
-        options.written("result", root / step.result, text, room=True)
+        options.write_file("result", root / step.result, text, make_parent=True)
     return "passed" if step.is_current(root) else "FAILED: it was not made on a GPU"
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `gpu` to the command line."""
-    parser = options.command(commands, "gpu", __doc__)
+    parser = options.add_parser(commands, "gpu", __doc__)
     parser.add_argument("lesson", nargs="*", help="only these lessons and their benchmarks")
-    options.add(parser, "limit", "seconds that everything may take", "SECONDS")
-    options.add(parser, "out", f"folder of gpu.zip ({WORK})", "FOLDER")
+    options.add_option(parser, "limit", "seconds that everything may take", "SECONDS")
+    options.add_option(parser, "out", f"folder of gpu.zip ({WORK})", "FOLDER")
     parser.set_defaults(command=_main)
 
 
 def _main(chosen: argparse.Namespace) -> int:
     root = course()
-    limit = float("inf") if chosen.limit is None else options.whole("limit", chosen.limit)
+    limit = float("inf") if chosen.limit is None else options.parse_whole("limit", chosen.limit)
     deadline = time.monotonic() + limit
     topics = selected(chosen.lesson, root)
-    out = root / WORK if chosen.out is None else options.folder("out", chosen.out).resolve()
+    out = root / WORK if chosen.out is None else options.make_folder("out", chosen.out).resolve()
     facts = _look(root)
     device = facts["device"]
     print(f"{device['count']} × {device['name']}, driver {device['driver']}", flush=True)
@@ -179,4 +179,4 @@ def _archive(path: Path, root: Path, steps: list[Step], results: dict[str, str])
             for file in [*files, *(root / WORK / "logs").glob("*.*")]:
                 archive.write(file, file.relative_to(root))
 
-    options.written("out", path, write)
+    options.write_file("out", path, write)

@@ -99,7 +99,7 @@ def _mark(book: nbformat.NotebookNode) -> str:
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `lab` to the command line."""
-    parser = options.command(commands, "lab", __doc__)
+    parser = options.add_parser(commands, "lab", __doc__)
     parser.set_defaults(command=_main)
 
 

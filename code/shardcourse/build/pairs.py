@@ -80,7 +80,7 @@ def write(root: Path) -> list[str]:
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `pairs` to the command line."""
-    parser = options.command(commands, "pairs", __doc__)
+    parser = options.add_parser(commands, "pairs", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, only compare")
     parser.set_defaults(command=_main)
 

@@ -117,13 +117,13 @@ blanks(
 )
 blanks(
     "hang_tensor",
-    {"runs": "zero3", "rank": 1, "collective": "all_gather", "line": 27},
+    {"runs": "zero3", "rank": 1, "collective": "all_gather", "line": 28},
     says=_RIGHT,
     otherwise=_LAST,
     wrong={
         ("runs", "tensor"): "That is what it says. Which calls would add up activations?",
         ("runs", "ddp"): "DDP all-reduces gradients, and gathers nothing.",
-        ("line", 33): "There stands the rank that has run out of data.",
+        ("line", 34): "There stands the rank that has run out of data.",
     },
 )
 

@@ -20,7 +20,7 @@ from shardlab import mesh
 from shardlab.common.shapes import Config
 from shardlab.layout import Layout
 from shardlab.mesh.job import Job, build_model, load_batch
-from shardtools.commands.mesh import add_command, job_of
+from shardtools.commands.mesh import add_command, build_job
 
 
 def _groups(rank: int, d: int, p: int, t: int, order: tuple[str, ...] = mesh.AXES) -> list[Any]:
@@ -53,7 +53,7 @@ _SHAPE = ["--layers", "2", "--hidden", "64", "--heads", "4"]
 def _job(knobs: list[str]) -> Job:
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_command(parser.add_subparsers())
-    return job_of(parser.parse_args(["mesh", *_SHAPE, *knobs]))
+    return build_job(parser.parse_args(["mesh", *_SHAPE, *knobs]))
 
 
 def _fullest(job: Job) -> int:

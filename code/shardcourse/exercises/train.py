@@ -106,19 +106,21 @@ def _script(name: str, upto: int, says: str) -> None:
         if not isinstance(answer, str | Path):
             raise Wrong(f"The answer is the path of your script, not {answer!r}.")
         try:
-            done, wrong = steps.progress(answer, upto)
+            done, wrong = steps.check_script(answer, upto)
         except ValueError as error:
             raise Wrong(f"{error}.") from None
         if wrong:
             title = steps.STEPS[min(done, upto - 1)][0]
-            raise Wrong(f"Of {upto} steps {done} are made. Step {done + 1}, {title}: {wrong}")
+            raise Wrong(f"{done} of {upto} steps are made. Step {done + 1}, {title}: {wrong}")
         return says
 
     exercise(name)(judge)
 
 
-_script("my_ddp_script", steps.DDP, "Right, all 15 steps: on two ranks it trains as on one.")
-_script("my_fsdp_script", steps.FSDP2, "Right, all 17 steps: each rank holds its shards alone.")
+_script("my_ddp_script", steps.DDP_STEPS, "Right, all 15 steps: on two ranks it trains as on one.")
+_script(
+    "my_fsdp_script", steps.FSDP2_STEPS, "Right, all 17 steps: each rank holds its shards alone."
+)
 
 
 # Imports that the step `sampler` needs to report the mean loss of all ranks.

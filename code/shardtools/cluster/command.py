@@ -1,14 +1,12 @@
-"""`python -m shardlab cluster`: the commands of the lessons on clusters.
+"""Start, watch and debug jobs on several nodes.
 
-    python -m shardlab cluster up                 # a small Slurm on this machine
-    python -m shardlab cluster status
-    python -m shardlab cluster down
-    python -m shardlab cluster run --help         # an agent: starts and restarts a node's ranks
-    python -m shardlab cluster watch --help       # what each rank of a job uses
-    python -m shardlab cluster hang --help        # which rank a hanging job waits for
-    python -m shardlab cluster files --help       # the course's batch files, made for your site
-
-Only the module of the named command is imported.
+python -m shardlab cluster up                 # a small Slurm on this machine
+python -m shardlab cluster status
+python -m shardlab cluster down
+python -m shardlab cluster run --help         # start and restart the ranks of a node
+python -m shardlab cluster watch --help       # sample the GPU, CPU and memory of each rank
+python -m shardlab cluster hang --help        # name the rank that a hanging job waits for
+python -m shardlab cluster files --help       # adapt the course's batch files to your site
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ from importlib import import_module
 
 from shardtools import options
 
-# Each part's name on the command line, and the module that adds it.
-PARTS = {
+# Only the module of the named subcommand is imported.
+SUBCOMMANDS = {
     **dict.fromkeys(("up", "status", "down"), "cluster.slurm"),
     "run": "commands.elastic",
     "watch": "cluster.watch.sample",
@@ -30,18 +28,18 @@ PARTS = {
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `cluster` to the command line."""
-    parser = options.command(commands, "cluster", __doc__)
-    parser.add_argument("part", nargs="?", default="", help=", ".join(PARTS), metavar="PART")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help="what it takes: PART --help")
+    parser = options.add_parser(commands, "cluster", __doc__)
+    parser.add_argument("part", nargs="?", default="", help=", ".join(SUBCOMMANDS), metavar="PART")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help="its options: PART --help")
     parser.set_defaults(command=_main)
 
 
-def _main(chosen: argparse.Namespace) -> int:
-    if chosen.part not in PARTS:
-        near = options.nearest(chosen.part, PARTS)
-        raise ValueError(f"part={chosen.part!r}: allowed are {', '.join(PARTS)}{near}")
+def _main(args: argparse.Namespace) -> int:
+    if args.part not in SUBCOMMANDS:
+        near = options.suggest_nearest(args.part, SUBCOMMANDS)
+        raise ValueError(f"part={args.part!r}: must be one of {', '.join(SUBCOMMANDS)}{near}")
     parser = options.Parser(prog="python -m shardlab cluster")
-    module = import_module(f"shardtools.{PARTS[chosen.part]}")
-    getattr(module, f"add_{chosen.part}")(parser.add_subparsers())
-    part = parser.parse_args([chosen.part, *chosen.rest])
+    module = import_module(f"shardtools.{SUBCOMMANDS[args.part]}")
+    getattr(module, f"add_{args.part}")(parser.add_subparsers())
+    part = parser.parse_args([args.part, *args.rest])
     return part.command(part)

@@ -1,4 +1,4 @@
-"""`python -m shardlab memory`: the memory of one rank of a training job.
+"""Predict the memory of one rank of a training job.
 
     python -m shardlab memory --model llama-3-8b --dp 8 --zero 3 --recompute full --unit GiB
     python -m shardlab memory --model gpt-2 --batch 8 --json
@@ -6,18 +6,18 @@
     python -m shardlab memory --config config.json --tp 8 --ep 8 --dp 64 --zero 1 --seq 8192
 
 --json prints whole bytes per rank, whatever the unit: parameters, gradients, optimizer,
-activations, buffers, their total on the device; with --model peak, the most that is held at one
-moment, which is less than the total; and host, the bytes in the host's memory. These are the bytes
-that a program allocates; `strategy plan --explain` adds what an allocator reserves with them.
+activations, buffers, and their total on the device; with --model also the peak, which is less than
+the total because not all parts live at once; and the bytes in the host's memory. All are allocated
+bytes; `strategy plan --explain` adds the memory that the allocator reserves beyond them.
 
---config takes any causal model of transformers, from its config.json; its class is built without
-numbers, which needs torch and transformers. Its states are exact. Activations include what fused
-kernels save, and temporaries of the loss; their peak is not known. Values that the file leaves
-open, and the class decides, are printed. --json has the parameters in "count": total, active (of
-all experts only those that a token chooses), and the model_type; and those values in "assumed".
+--config takes any causal model of transformers, from its config.json; its class is built on the
+meta device, which needs torch and transformers. Model states are exact. Activations include the
+tensors that fused kernels save, and temporaries of the loss; their peak is not known. Defaults of
+the class for values that the file omits are printed, and in "assumed" of --json, whose "count" has
+the parameters: total, active (with only the experts that a token uses), and the model_type.
 
-The fullest stage of a pipeline is counted, unless --stage names one, from 0. --stages gives the
-layers of all stages: equal, megatron or nanotron (these engines' rules), or numbers, as 9,9,8,6.
+Of a pipeline the stage with the most memory is counted, or --stage, from 0. --stages gives the
+layers of each stage: equal, megatron or nanotron (rules of these engines), or numbers: 9,9,8,6.
 """
 
 from __future__ import annotations
@@ -35,62 +35,63 @@ from shardlab.layout import SCHEDULES, SINGLE_RANK, STAGE_RULES, Layout, Structu
 from shardtools import options
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
-SEQ = 8192  # with --config, most tokens of a sequence by default
+MAX_DEFAULT_SEQ = 8192  # with --config, most tokens of a sequence by default
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `memory` to the command line."""
-    parser = options.command(commands, "memory", __doc__)
-    add = partial(options.add, parser)
-    add("model", f"a model: {', '.join(PRESETS)}", "NAME")
-    add("config", "or the config.json of a model of transformers", "FILE")
+    parser = options.add_parser(commands, "memory", __doc__)
+    add = partial(options.add_option, parser)
+    add("model", f"a preset: {', '.join(PRESETS)}", "NAME")
+    add("config", "or the config.json of a transformers model", "FILE")
     add("dp", "data-parallel degree (1)", "D", int)
     add("tp", "tensor-parallel degree (1)", "T", int)
     add("pp", "pipeline-parallel degree (1)", "P", int)
-    add("ranks", "ranks of the whole job; when given, the degrees have to multiply to it", "N", int)
+    add("ranks", "ranks of the whole job, to check the product of the degrees", "N", int)
     add("zero", "ZeRO stage: 0, 1, 2 or 3 (0)", "STAGE", int)
     add("precision", "fp32, fp16, bf16, bf16-fp32-gradients or 8-bit (bf16)", "NAME")
-    add("optimizer", "sgd, momentum, adam, adamw, or muon for matrices of layers (adamw)", "NAME")
-    add("offload", "to the host's memory: none, optimizer or parameters (none)", "WHAT")
+    add("optimizer", "sgd, momentum, adam, adamw, or muon for the layers' matrices (adamw)", "NAME")
+    add("offload", "states kept in the host's memory: none, optimizer or parameters (none)", "WHAT")
     add("batch", "sequences on each rank (1)", "B", int)
-    add("seq", "tokens in a sequence (the model's longest; with --config at most 8192)", "S", int)
-    add("recompute", "none, selective, full, or operators as norms+ffn (none)", "HOW")
-    add("attention", "fused, plain or plain-16 (fused)", "HOW")
-    add("microbatches", "in a step of a pipeline (pp or more)", "M", int)
-    add("schedule", f"of a pipeline: {', '.join(SCHEDULES)} (1f1b)", "NAME")
-    add("chunks", "of the model on each stage, where it is interleaved", "V", int)
-    add("stages", "their layers: a rule or numbers (equal)", "LAYERS", _layers)
-    add("stage", "the one to count, from 0 (the fullest)", "K", int)
-    add("cp", "ranks that share each sequence (1)", "C", int)
-    add("ep", "ranks, of the copies, that deal out the experts (1)", "E", int)
-    add("etp", "ranks that share each matrix of an expert (as --tp)", "T", int)
-    add("replicas", "groups of copies, within which ZeRO shards (1)", "N", int)
-    add("device", "whose kernels keep activations: gpu or cpu (gpu)", "KIND")
-    options.flag(parser, "sequence-parallel", "cut activations between cut matrices as well")
+    add("seq", "tokens per sequence (the model's maximum; with --config at most 8192)", "S", int)
+    add("recompute", "activations: none, selective, full, or operators: norms+ffn (none)", "HOW")
+    add("attention", "implementation: fused, plain or plain-16 (fused)", "HOW")
+    add("microbatches", "micro-batches per step of the pipeline (2 pp; with gpipe pp)", "M", int)
+    add("schedule", f"of the pipeline: {', '.join(SCHEDULES)} (1f1b)", "NAME")
+    add("chunks", "model chunks on each stage, if interleaved", "V", int)
+    add("stages", "layers of each stage: a rule or numbers (equal)", "LAYERS", _parse_layers)
+    add("stage", "stage to count, from 0 (the one with the most memory)", "K", int)
+    add("cp", "context-parallel degree (1)", "C", int)
+    add("ep", "expert-parallel degree, within dp (1)", "E", int)
+    add("etp", "tensor-parallel degree of the experts (as --tp)", "T", int)
+    add("replicas", "replicas of the ZeRO shards, as in HSDP (1)", "N", int)
+    add("device", "device whose kernels save activations: gpu or cpu (gpu)", "KIND")
+    words = "split activations outside tensor parallelism by tokens"
+    options.add_flag(parser, "sequence-parallel", words)
     add("unit", "of the table: GB (10^9 bytes), GiB (2^30 bytes), MB, MiB, … (GB)", "UNIT")
-    options.flag(parser, "json", "print bytes as JSON")
+    options.add_flag(parser, "json", "print bytes as JSON")
     parser.set_defaults(command=_main)
 
 
-def _main(chosen: argparse.Namespace) -> int:
-    unit = "GB" if chosen.unit is None else chosen.unit
+def _main(args: argparse.Namespace) -> int:
+    unit = "GB" if args.unit is None else args.unit
     memory.format_bytes(0, unit)  # refuse an unknown unit before anything is counted
-    aside = "command", "json", "unit"
-    given = {n: value for n, value in options.given(chosen).items() if n not in aside}
-    found, title, unknown = _counted(given)
-    print(json.dumps(found) if chosen.json else _table(found, title, unit, unknown))
+    other = "command", "json", "unit"
+    given = {n: value for n, value in options.collect_options(args).items() if n not in other}
+    found, title, unknown = _count_memory(given)
+    print(json.dumps(found) if args.json else _format_table(found, title, unit, unknown))
     return 0
 
 
-def _counted(settings: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
-    """Return bytes per rank by part, a title, and why activations are not known ("" if they are).
+def _count_memory(settings: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
+    """Return bytes per rank by part, a title, and the reason for unknown activations, or "".
 
     Raises ValueError for bad input.
     """
-    options.one_of(settings, "model", "config")
+    options.check_exactly_one(settings, "model", "config")
     ranks = settings.pop("ranks", None)
     names = ["dp", "tp", "pp", *["cp"] * ("cp" in settings)]
-    layout = _layout(settings)
+    layout = _build_layout(settings)
     if ranks is not None:
         layout.check_world_size(ranks)
     check_integer(seq=settings.get("seq", 1))
@@ -104,8 +105,8 @@ def _counted(settings: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
         counted = memory.estimate_step(PRESETS[name], layout, **({"device": "gpu"} | settings))
         more["peak"], seq = counted.peak, settings.get("seq", model.seq)
     else:
-        model, name = _model(settings)
-        seq = settings.setdefault("seq", min(model.seq, SEQ))
+        model, name = _read_model(settings)
+        seq = settings.setdefault("seq", min(model.seq, MAX_DEFAULT_SEQ))
         counted = memory.estimate_structure(model, layout, **settings)
         numbers = {
             "total": model.num_params,
@@ -132,33 +133,30 @@ def _counted(settings: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
     return found, title, unknown
 
 
-def _model(settings: dict[str, Any]) -> tuple[Structure, str]:
-    """Return the model that --config names, and its name; take the option out of `settings`."""
+def _read_model(settings: dict[str, Any]) -> tuple[Structure, str]:
+    """Return the model that --config names, and its name; remove the option from `settings`."""
     from shardtools import hub  # imported here: no page's calculator needs it
 
     if settings.pop("device", "gpu") != "gpu":
-        raise ValueError("--device with --config: allowed is gpu")
+        raise ValueError("device: must be gpu with --config")
     path = Path(settings.pop("config"))
-    found = hub.read(path)
+    found = hub.read_structure(path)
     return found, f"{found.model_type} ({path.name})"
 
 
-def _layout(settings: dict[str, Any]) -> Layout:
-    """Return the layout that the options describe, and take them out of `settings`.
-
-    By default a pipeline has as many micro-batches as it can hold.
-    """
+def _build_layout(settings: dict[str, Any]) -> Layout:
+    """Return the layout that the options describe, and remove them from `settings`."""
     fields = {name: settings.pop(name) for name in vars(SINGLE_RANK) if name in settings}
     if "batch" in settings:
         check_integer(batch=settings["batch"])
         fields["micro_batch"] = settings.pop("batch")
     if fields.get("pp", 1) != 1:
-        many = 1 if fields.get("schedule") == "gpipe" else 2
-        fields.setdefault("microbatches", many * fields["pp"])
+        per_stage = 1 if fields.get("schedule") == "gpipe" else 2
+        fields.setdefault("microbatches", per_stage * fields["pp"])
     return Layout(**fields)
 
 
-def _table(found: dict[str, Any], title: str, unit: str, unknown: str) -> str:
+def _format_table(found: dict[str, Any], title: str, unit: str, unknown: str) -> str:
     """Format the counts of `_counted` as a table."""
     sizes = {part: memory.format_bytes(found[part], unit) for part in (*PARTS, "total")}
     if unknown:
@@ -169,15 +167,14 @@ def _table(found: dict[str, Any], title: str, unit: str, unknown: str) -> str:
         rows.append(("most at one moment", memory.format_bytes(found["peak"], unit)))
     if found["host"]:
         rows.append(("in the host’s memory", memory.format_bytes(found["host"], unit)))
-    wide = max(len(name) for name, _ in rows)
-    far = max(len(size) for _, size in rows)
-    lines = [f"  {name:<{wide}}  {size:>{far}}" for name, size in rows]
-    rule = "  " + "-" * (wide + 2 + far)
+    name_width = max(len(name) for name, _ in rows)
+    size_width = max(len(size) for _, size in rows)
+    lines = [f"  {name:<{name_width}}  {size:>{size_width}}" for name, size in rows]
+    rule = "  " + "-" * (name_width + 2 + size_width)
     lines.insert(len(PARTS), rule)
-    said = [f"  assumed: {words}" for words in found.get("assumed", ())]
-    return "\n".join([title, "", "  on each rank", *lines, *[""] * bool(said), *said])
+    notes = [f"  assumed: {words}" for words in found.get("assumed", ())]
+    return "\n".join([title, "", "  on each rank", *lines, *[""] * bool(notes), *notes])
 
 
-def _layers(given: str) -> str | tuple[int, ...]:
-    """Return a rule's name, or the layers of each stage, from 9,9,8,6."""
+def _parse_layers(given: str) -> str | tuple[int, ...]:
     return given if given in STAGE_RULES else tuple(map(int, given.split(",")))

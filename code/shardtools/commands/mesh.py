@@ -1,18 +1,18 @@
-"""`python -m shardlab mesh`: train a small model on any mesh of ranks of this machine.
+"""Train a small GPT on a mesh of ranks of this machine, and compare it with one process.
 
     python -m shardlab mesh --dp 2 --tp 2 --pp 2 --zero 1 --layers 4 --hidden 32 --steps 5
     python -m shardlab mesh --dp 2 --tp 2 --zero 3 --sequence-parallel --json
     python -m shardlab mesh --tp 2 --hidden 64 --budget 1e6
     python -m shardlab mesh --dp 2 --tp 2 --pp 2 --node 4 --order tp,pp,dp
 
-It starts dp · pp · tp ranks, trains a GPT on the offline text, and prints for each rank the bytes
-that it holds (parameters, gradients, optimizer) and sends along each axis, predicted and counted;
-tokens per second; and the largest differences from one process that trains the same batches.
+It starts dp · pp · tp ranks and prints for each rank the bytes of its model states (parameters,
+gradients, optimizer) and the bytes that it sends along each axis, predicted and counted; tokens per
+second; and the largest differences from one process that trains the same batches.
 --budget limits the bytes of model states per rank: a job that needs more is not started, and the
 exit status is 1. --json prints everything as one object.
 
-With --node, the number of ranks on a node, nothing is trained: it prints the groups of each axis,
-and which of them leave their node. --order lists the axes, the outermost first.
+With --node, the number of ranks on a node, nothing is trained: the command prints the groups of
+each axis, and which of them span several nodes. --order lists the axes, the outermost first.
 """
 
 from __future__ import annotations
@@ -33,77 +33,80 @@ if TYPE_CHECKING:
     from shardlab.mesh.job import Job
 
 AXES = "dp", "pp", "tp"
-MOST = 512  # ranks whose groups are printed
-KNOBS = {  # option: its default, and what it is
-    "dp": (1, "copies of the model"),
-    "tp": (1, "ranks that share each matrix"),
-    "pp": (1, "stages of the pipeline"),
-    "zero": (0, "ZeRO's stage between the copies: 0 to 3"),
-    "layers": (2, "of the model"),
+MAX_PRINTED_RANKS = 512
+INTEGER_OPTIONS = {  # option: default, help
+    "dp": (1, "data-parallel degree"),
+    "tp": (1, "tensor-parallel degree"),
+    "pp": (1, "pipeline-parallel degree"),
+    "zero": (0, "ZeRO stage over the dp ranks: 0 to 3"),
+    "layers": (2, "layers of the model"),
     "hidden": (32, "width of the model"),
-    "heads": (2, "of attention"),
-    "seq": (32, "tokens of a sequence"),
-    "batch": (8, "sequences of all copies in a step"),
-    "microbatches": (None, "of each copy in a step (as many as stages)"),
-    "chunks": (None, "parts of the model on each stage (1; interleaved: 2)"),
-    "steps": (5, "of training, 3 or more"),
+    "heads": (2, "attention heads"),
+    "seq": (32, "tokens per sequence"),
+    "batch": (8, "sequences per step, over all dp ranks"),
+    "microbatches": (None, "micro-batches per step and dp rank (as many as stages)"),
+    "chunks": (None, "model chunks on each stage (1; interleaved: 2)"),
+    "steps": (5, "training steps, 3 or more"),
 }
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `mesh` to the command line."""
-    parser = options.command(commands, "mesh", __doc__)
-    add = partial(options.add, parser)
-    for name, (default, told) in KNOBS.items():
-        add(name, told if default is None else f"{told} ({default})", "N", int)
-    add("schedule", "of the pipeline: naive, gpipe, 1f1b or interleaved (1f1b)", "NAME")
-    add("recompute", "in backward: full, each block but its input, or none (none)", "HOW")
-    add("budget", "bytes of model states that a rank may hold", "BYTES", float)
-    add("node", "ranks of a node: print the groups, and train nothing", "N", int)
-    add("order", "of the axes, from the outermost in (dp,pp,tp)", "AXES", _axes)
-    options.flag(parser, "sequence-parallel", "cut what lies between the matrices by tokens, too")
-    options.flag(parser, "untied", "a head of its own")
-    options.flag(parser, "json", "print everything as JSON")
+    parser = options.add_parser(commands, "mesh", __doc__)
+    add = partial(options.add_option, parser)
+    for name, (default, help) in INTEGER_OPTIONS.items():
+        add(name, help if default is None else f"{help} ({default})", "N", int)
+    add("schedule", "pipeline schedule: naive, gpipe, 1f1b or interleaved (1f1b)", "NAME")
+    add("recompute", "activations of the blocks recomputed in backward: full or none (none)", "HOW")
+    add("budget", "largest bytes of model states on a rank", "BYTES", float)
+    add("node", "ranks per node: print the groups, and train nothing", "N", int)
+    add("order", "axes of the mesh, the outermost first (dp,pp,tp)", "AXES", _parse_axes)
+    words = "split activations outside tensor parallelism by tokens"
+    options.add_flag(parser, "sequence-parallel", words)
+    options.add_flag(parser, "untied", "do not share the weights of embedding and head")
+    options.add_flag(parser, "json", "print everything as JSON")
     parser.set_defaults(command=_main)
 
 
-def _main(chosen: argparse.Namespace) -> int:
-    if chosen.node is not None:
-        trains = [name for name in KNOBS if name not in AXES]
-        trains += ["schedule", "recompute", "budget", "sequence_parallel", "untied"]
-        words = "with --node, which trains nothing: allowed are dp, pp, tp"
-        options.apart(options.given(chosen), trains, words)
-        print(_groups(chosen))
+def _main(args: argparse.Namespace) -> int:
+    if args.node is not None:
+        training = [name for name in INTEGER_OPTIONS if name not in AXES]
+        training += ["schedule", "recompute", "budget", "sequence_parallel", "untied"]
+        reason = "cannot be used with --node, which trains nothing"
+        options.refuse_options(options.collect_options(args), training, reason)
+        print(_format_groups(args))
         return 0
-    job = job_of(chosen)
-    if (budget := chosen.budget) is not None:
+    job = build_job(args)
+    if (budget := args.budget) is not None:
         check_number(budget=budget)
-        most = max(
+        needed = max(
             sum(job.predict_state_bytes(rank).values()) for rank in range(job.layout.world_size)
         )
-        if most > budget:
-            if chosen.json:
-                print(json.dumps({"fits": False, "needs": most, "budget": budget}))
+        if needed > budget:
+            if args.json:
+                print(json.dumps({"fits": False, "needs": needed, "budget": budget}))
             else:
-                print(f"does not fit: the fullest rank would hold {most:,} of {budget:,.0f} B")
+                print(f"does not fit: a rank needs {needed:,} B, the budget is {budget:,.0f} B")
             return 1
     from shardlab.mesh.job import run  # loads torch
 
     found = run(job)
-    print(json.dumps(found) if chosen.json else told(job, found))
+    print(json.dumps(found) if args.json else format_results(job, found))
     return 0
 
 
-def _groups(chosen: argparse.Namespace) -> str:
-    """Format the groups of each axis, and which of them leave a node."""
-    mesh, node = Layout(**_fields(chosen)), chosen.node
+def _format_groups(args: argparse.Namespace) -> str:
+    """Format the groups of each axis, and which of them span several nodes."""
+    mesh, node = Layout(**_collect_layout_fields(args)), args.node
     check_integer(node=node)
     if mesh.world_size % node:
-        raise ValueError(f"node={node}: allowed are divisors of {mesh.world_size} ranks")
-    if mesh.world_size > MOST:
-        raise ValueError(f"ranks={mesh.world_size}: allowed with --node are {MOST} at most")
+        raise ValueError(f"node={node}: must divide the number of ranks ({mesh.world_size})")
+    if mesh.world_size > MAX_PRINTED_RANKS:
+        raise ValueError(
+            f"ranks={mesh.world_size}: must be at most {MAX_PRINTED_RANKS} with --node"
+        )
     axes = [axis for axis in reversed(mesh.order) if getattr(mesh, axis) > 1]
-    if chosen.json:
+    if args.json:
         groups = {axis: mesh.list_groups(axis) for axis in axes}
         told = {axis: describe_axis(mesh, axis, node) for axis in axes}
         return json.dumps({"ranks": mesh.world_size, "node": node, "groups": groups, "said": told})
@@ -114,35 +117,36 @@ def _groups(chosen: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def _axes(given: str) -> tuple[str, ...]:
+def _parse_axes(given: str) -> tuple[str, ...]:
     return tuple(given.split(","))
 
 
-def _fields(chosen: argparse.Namespace) -> dict[str, Any]:
+def _collect_layout_fields(args: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of a layout that the options set."""
-    return {"order": AXES} | options.given(chosen, Layout)
+    return {"order": AXES} | options.collect_options(args, Layout)
 
 
-def job_of(chosen: argparse.Namespace) -> Job:
-    """Return the job that the options describe. Raises ValueError for options without a job."""
+def build_job(args: argparse.Namespace) -> Job:
+    """Build the job that the options describe. Raises ValueError for a bad one."""
     from shardlab.mesh.job import Job
 
-    given = {name: default for name, (default, _) in KNOBS.items()} | options.given(chosen)
+    given = {name: default for name, (default, _) in INTEGER_OPTIONS.items()}
+    given |= options.collect_options(args)
     names = "seq", "layers", "heads", "hidden"
-    config = Config(tied=not chosen.untied, **{name: given[name] for name in names})
-    fields, batch = _fields(chosen), given["batch"]
+    config = Config(tied=not args.untied, **{name: given[name] for name in names})
+    fields, batch = _collect_layout_fields(args), given["batch"]
     fields.setdefault("microbatches", given["pp"])
     if fields.get("schedule") == "interleaved" and given["pp"] != 1:
         fields.setdefault("chunks", 2)
     layout = Layout(**fields)
     check_integer(batch=batch)
     if batch % layout.global_batch:
-        allowed = f"multiples of dp={layout.dp} copies times {layout.microbatches} micro-batches"
-        raise ValueError(f"batch={batch}: allowed are {allowed}")
+        factors = f"dp={layout.dp} times microbatches={layout.microbatches}"
+        raise ValueError(f"batch={batch}: must be a multiple of {factors}")
     return Job(config, replace(layout, micro_batch=batch // layout.global_batch), given["steps"])
 
 
-def told(job: Job, found: dict[str, Any]) -> str:
+def format_results(job: Job, found: dict[str, Any]) -> str:
     """Format a job's results for a terminal."""
     layout, config = job.layout, job.config
     lines = [
@@ -164,7 +168,7 @@ def told(job: Job, found: dict[str, Any]) -> str:
     lines += [
         "",
         "held and sent as predicted, to the byte"
-        if as_predicted(found)
+        if is_as_predicted(found)
         else "NOT as predicted: see --json",
         "from one process after "
         f"{job.steps} steps: " + ", ".join(f"{name} {gap:.0e}" for name, gap in gaps.items()),
@@ -173,8 +177,8 @@ def told(job: Job, found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def as_predicted(found: dict[str, Any]) -> bool:
-    """Return True if each rank of a job held and sent what was predicted, to the byte."""
+def is_as_predicted(found: dict[str, Any]) -> bool:
+    """Return True if each rank's counted bytes equal the prediction."""
     return all(
         one["held"] == one["held_predicted"]
         and all(abs(one["sent"][axis] - one["sent_predicted"][axis]) < 0.5 for axis in one["sent"])

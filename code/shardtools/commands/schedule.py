@@ -1,4 +1,4 @@
-"""`python -m shardlab schedule`: the timeline of a pipeline, and how long its stages wait.
+"""Simulate a pipeline schedule: its timeline, bubble, and peak activations.
 
     python -m shardlab schedule 1f1b --stages 4 --microbatches 8
     python -m shardlab schedule 1f1b --stages 8 --microbatches 24 \\
@@ -6,10 +6,10 @@
     python -m shardlab schedule interleaved --stages 4 --microbatches 8 --chunks 2
     python -m shardlab schedule zb-h1 --stages 4 --microbatches 8 --forward 1,1,1,1.5 --json
 
-Times are in any one unit: of a micro-batch's passes through a whole stage, and of a message from a
-stage to the next; one number for all stages, or one for each, with commas. --json prints bubble
-(share of the cost in which a stage idles, on average), cost (the longest time of any stage from its
-first begin to its last end), busy and peak_activations (by stage; in micro-batches of a whole
+Times are those of one micro-batch on a whole stage, and of a message to the next stage, all in the
+same unit; one number for all stages, or one for each, separated by commas. --json prints the cost
+(the longest time of any stage from its first begin to its last end), the bubble (the mean idle
+share of that cost), busy and peak_activations by stage (activations in micro-batches of a whole
 stage), and the timeline: every pass of each stage, with its begin and end.
 """
 
@@ -28,60 +28,61 @@ from shardlab.pipeline.simulate import Timeline, simulate
 from shardlab.pipeline.timeline_text import format_timeline
 from shardtools import options
 
-WHOLE = ("stages", "microbatches", "chunks")
-MOST = 100_000  # forwards: up to a minute on a core, and too many to draw
-MOST_STAGES = 1_000
-TIMES = ("forward", "backward_input", "backward_weight", "hop")
+INTEGER_OPTIONS = ("stages", "microbatches", "chunks")
+MAX_FORWARDS = 100_000  # they take up to a minute on a core
+MAX_STAGES = 1_000
+TIME_OPTIONS = ("forward", "backward_input", "backward_weight", "hop")
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `schedule` to the command line."""
-    parser = options.command(commands, "schedule", __doc__)
-    add = partial(options.add, parser)
+    parser = options.add_parser(commands, "schedule", __doc__)
+    add = partial(options.add_option, parser)
     parser.add_argument(
         "name", nargs="?", default="", help=", ".join(SCHEDULE_NAMES), metavar="NAME"
     )
-    add("stages", "of the pipeline, each on a rank", "P", int)
-    add("microbatches", "of a step", "M", int)
-    add("chunks", "parts of the model on each stage; with interleaved (2)", "V", int)
-    add("forward", "time of the forward (1)", "TIME", _times)
-    add("backward-input", "time of the backward of the input alone (1)", "TIME", _times)
-    add("backward-weight", "time of the backward of the weights alone (1)", "TIME", _times)
-    add("hop", "time of a message to another stage (0)", "TIME", _times)
-    options.flag(parser, "json", "print it as JSON")
+    add("stages", "number of stages, each on its own rank", "P", int)
+    add("microbatches", "micro-batches per step", "M", int)
+    add("chunks", "model chunks on each stage, with interleaved (2)", "V", int)
+    add("forward", "time of the forward (1)", "TIME", _parse_times)
+    add("backward-input", "time of the backward of the input (1)", "TIME", _parse_times)
+    add("backward-weight", "time of the backward of the weights (1)", "TIME", _parse_times)
+    add("hop", "time of a message to another stage (0)", "TIME", _parse_times)
+    options.add_flag(parser, "json", "print the results as JSON")
     parser.set_defaults(command=_main)
 
 
-def _main(chosen: argparse.Namespace) -> int:
-    given = options.given(chosen)
-    if chosen.name not in SCHEDULE_NAMES:
-        raise ValueError(f"schedule={chosen.name!r}: allowed are {', '.join(SCHEDULE_NAMES)}")
-    whole = {"stages": "", "microbatches": ""} | {n: given[n] for n in WHOLE if n in given}
-    check_integer(**whole)
-    check_integer(1, MOST_STAGES, stages=whole["stages"])
-    passes = math.prod(whole.values()) * (2 if chosen.name == "zb-v" else 1)
-    if passes > MOST:
-        what = ", ".join(f"{name}={value}" for name, value in whole.items())
-        raise ValueError(f"{what}: {passes:,} forwards; allowed are {MOST:,} at most")
-    times = {name: given[name] for name in TIMES if name in given}
-    timeline = simulate(make_schedule(chosen.name, **whole), **times)
-    if chosen.json:
-        print(json.dumps(_facts(timeline)))
+def _main(args: argparse.Namespace) -> int:
+    given = options.collect_options(args)
+    if args.name not in SCHEDULE_NAMES:
+        raise ValueError(f"schedule={args.name!r}: must be one of {', '.join(SCHEDULE_NAMES)}")
+    sizes = {"stages": "", "microbatches": ""}
+    sizes |= {name: given[name] for name in INTEGER_OPTIONS if name in given}
+    check_integer(**sizes)
+    check_integer(1, MAX_STAGES, stages=sizes["stages"])
+    forwards = math.prod(sizes.values()) * (2 if args.name == "zb-v" else 1)
+    if forwards > MAX_FORWARDS:
+        what = ", ".join(f"{name}={value}" for name, value in sizes.items())
+        raise ValueError(f"{what}: must make at most {MAX_FORWARDS:,} forwards, not {forwards:,}")
+    times = {name: given[name] for name in TIME_OPTIONS if name in given}
+    timeline = simulate(make_schedule(args.name, **sizes), **times)
+    if args.json:
+        print(json.dumps(_collect_results(timeline)))
         return 0
     tty = sys.stdout.isatty()
     width = max(40, shutil.get_terminal_size().columns if tty else 80)
-    print(f"{_head(timeline)}\n\n{format_timeline(timeline, width)}")
+    print(f"{_format_summary(timeline)}\n\n{format_timeline(timeline, width)}")
     return 0
 
 
-def _head(timeline: Timeline) -> str:
-    of = timeline.schedule
-    chunks = f", {of.chunks} chunks on each" if of.chunks > 1 else ""
+def _format_summary(timeline: Timeline) -> str:
+    schedule = timeline.schedule
+    chunks = f", {schedule.chunks} chunks on each" if schedule.chunks > 1 else ""
     held = " ".join(f"{peak:.4g}" for peak in timeline.peak_activations)
     return "\n".join(
         [
-            f"{of.name}: {of.stages} stage{'s' * (of.stages > 1)}{chunks}, "
-            f"{of.microbatches} micro-batch{'es' * (of.microbatches > 1)}",
+            f"{schedule.name}: {schedule.stages} stage{'s' * (schedule.stages > 1)}{chunks}, "
+            f"{schedule.microbatches} micro-batch{'es' * (schedule.microbatches > 1)}",
             f"  bubble            {timeline.bubble:.4f} of the cost",
             f"  cost              {timeline.step_time:.6g}",
             f"  peak activations  {held}  (micro-batches, by stage)",
@@ -89,13 +90,13 @@ def _head(timeline: Timeline) -> str:
     )
 
 
-def _facts(timeline: Timeline) -> dict[str, object]:
-    of = timeline.schedule
+def _collect_results(timeline: Timeline) -> dict[str, object]:
+    schedule = timeline.schedule
     return {
-        "schedule": of.name,
-        "stages": of.stages,
-        "microbatches": of.microbatches,
-        "chunks": of.chunks,
+        "schedule": schedule.name,
+        "stages": schedule.stages,
+        "microbatches": schedule.microbatches,
+        "chunks": schedule.chunks,
         "bubble": timeline.bubble,
         "cost": timeline.step_time,
         "busy": timeline.busy_times,
@@ -104,7 +105,7 @@ def _facts(timeline: Timeline) -> dict[str, object]:
     }
 
 
-def _times(given: str) -> float | list[float]:
+def _parse_times(given: str) -> float | list[float]:
     """Parse one number, or a list of them."""
     values = [float(value) for value in given.split(",")]
     return values if len(values) > 1 else values[0]

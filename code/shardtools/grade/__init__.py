@@ -4,5 +4,5 @@
     python -m shardlab grade FOLDER             # = pytest --pyargs shardtools.grade --engine FOLDER
 
 `test_<part>` checks one file in 14 cases, `conftest` starts the ranks and counts points, `core`
-draws the cases and compares values and traffic, `command` is the command line.
+draws the cases and compares values and traffic, and `command` is the command line.
 """

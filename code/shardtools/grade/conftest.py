@@ -14,7 +14,7 @@ from shardlab import ranks
 
 from .core import CASE_TIMEOUT_S, Case, Check, run_case
 
-MAX_TIMEOUTS = 2  # cases of a part that may time out before the rest of the part is not run
+MAX_TIMEOUTS = 2  # of a part, before the rest of the part is skipped
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,8 +30,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="module")
-def timeouts() -> list[Case]:
-    """Return the list of the part's cases that did not end in time."""
+def timed_out_cases() -> list[Case]:
+    """Return the list of the part's cases that timed out."""
     return []
 
 
@@ -39,7 +39,7 @@ def timeouts() -> list[Case]:
 def on_ranks(
     request: pytest.FixtureRequest,
     case: Case,
-    timeouts: list[Case],
+    timed_out_cases: list[Case],
     record_property: Callable[[str, object], None],
 ) -> Callable[[Check], None]:
     """Return a function that runs a check of the student's file on the ranks of the case."""
@@ -48,20 +48,20 @@ def on_ranks(
     record_property("points", 1)
     record_property("hint", f"lessons/{part}.md")
 
-    def start(check: Check) -> None:
+    def run_check(check: Check) -> None:
         if not file.is_file():
             pytest.fail(f"there is no {file.name} in {file.parent}", pytrace=False)
-        if len(timeouts) == MAX_TIMEOUTS:
+        if len(timed_out_cases) == MAX_TIMEOUTS:
             pytest.fail(f"not run: {MAX_TIMEOUTS} cases before timed out", pytrace=False)
         begin = time.monotonic()
         try:
             run_case(check, file, case)
         except ranks.RankError as error:
             if time.monotonic() - begin > CASE_TIMEOUT_S:
-                timeouts.append(case)
+                timed_out_cases.append(case)
             pytest.fail(str(error), pytrace=False)
 
-    return start
+    return run_check
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -25,7 +25,7 @@ EXTRA_TRAIT_PROBABILITY = 0.15
 
 @dataclass(frozen=True)
 class Case:
-    """One run: a number of ranks, some traits, and a seed for its sizes and numbers."""
+    """One run: a number of ranks, traits, and a seed for its sizes and values."""
 
     number: int
     size: int  # number of ranks in a group
@@ -33,23 +33,23 @@ class Case:
     seed: int
     hidden: bool = False
 
-    def has(self, trait: str) -> bool:
+    def has_trait(self, trait: str) -> bool:
         """Return True if the case has this trait."""
         return trait in self.traits
 
     @property
     def groups(self) -> list[list[int]]:
-        """Ranks of each group; all groups do the same with other numbers."""
-        return [[0, 2], [1, 3]] if self.has(TWO_GROUPS) else [list(range(self.size))]
+        """The ranks of each group; all groups compute the same on different data."""
+        return [[0, 2], [1, 3]] if self.has_trait(TWO_GROUPS) else [list(range(self.size))]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of weights and data, unless a part says otherwise."""
-        return torch.float32 if self.has("float32") else torch.float64
+        """The default dtype of weights and data."""
+        return torch.float32 if self.has_trait("float32") else torch.float64
 
     @property
     def tolerance(self) -> float:
-        """Tolerance relative to a tensor's largest value: 1e5 roundings, or 1e3 in float32."""
+        """The tolerance relative to a tensor's largest value: 1e5 roundings, or 1e3 in float32."""
         return 1e-4 if any("float32" in trait for trait in self.traits) else 1e-10
 
     def __str__(self) -> str:
@@ -57,13 +57,13 @@ class Case:
         world = sum(len(members) for members in self.groups)
         return f"case {self.number} ({kind}{', '.join([f'{world} ranks', *self.traits])})"
 
-    def random(self, *key: Any) -> Random:
+    def make_rng(self, *key: Any) -> Random:
         """Return a random number generator that depends on the case and `key` alone."""
         return Random(f"{self.seed} {key}")
 
-    def normal(self, *shape: int, key: Any, dtype: torch.dtype | None = None) -> Tensor:
+    def draw_normal(self, *shape: int, key: Any, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor of normal numbers that depend on the case and `key` alone."""
-        generator = torch.Generator().manual_seed(self.random(key).getrandbits(60))
+        generator = torch.Generator().manual_seed(self.make_rng(key).getrandbits(60))
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype or self.dtype)
 
 
@@ -73,11 +73,11 @@ class Part:
 
     name: str
     visible: tuple[tuple[int, tuple[str, ...]], ...]  # group size, traits
-    hidden: tuple[tuple[str, ...], ...]  # the traits that each hidden case has for certain
-    extra: tuple[str, ...]  # traits that any hidden case may have as well
+    hidden: tuple[tuple[str, ...], ...]  # the fixed traits of each hidden case
+    extra: tuple[str, ...]  # traits that a hidden case may have in addition
 
     def draw_cases(self, seed: int) -> list[Case]:
-        """Return the visible cases, always the same, and the hidden ones of `seed`."""
+        """Return the visible cases, which are always the same, and the hidden cases of `seed`."""
         cases = [Case(i, size, traits, i) for i, (size, traits) in enumerate(self.visible, 1)]
         random = Random(f"{seed} {self.name}")
         for traits in self.hidden:
@@ -94,8 +94,8 @@ Check = Callable[[ModuleType, Case, int, dist.ProcessGroup], None]
 def run_case(check: Check, file: Path, case: Case) -> None:
     """Run `check` on every rank of a case. Raises RankError if a rank fails or does not end."""
     world = sum(len(members) for members in case.groups)
-    how = {"device": "cpu", "show": False, "timeout": CASE_TIMEOUT_S}
-    ranks.run(_check_on_rank, world, check, file, case, **how)
+    options = {"device": "cpu", "show": False, "timeout": CASE_TIMEOUT_S}
+    ranks.run(_check_on_rank, world, check, file, case, **options)
 
 
 def _check_on_rank(check: Check, file: Path, case: Case) -> None:
@@ -106,14 +106,14 @@ def _check_on_rank(check: Check, file: Path, case: Case) -> None:
     sys.modules.pop(file.stem, None)  # the process that started the rank may have a namesake
     sys.path.insert(0, str(file.parent))
     engine = importlib.import_module(file.stem)
-    torch.manual_seed(dist.get_rank())  # so that a file's own random numbers differ across ranks
+    torch.manual_seed(dist.get_rank())  # random numbers that the file draws differ across ranks
     check(engine, case, copy, group)
 
 
 def check_values(
     where: str, got: Mapping[str, Tensor | None], want: Mapping[str, Tensor | None], case: Case
 ) -> None:
-    """Assert that this rank's tensors are those of one process."""
+    """Assert that this rank's tensors equal those of one process."""
     for name, right in want.items():
         value = got[name]
         if right is None:
@@ -127,7 +127,7 @@ def check_values(
             raise AssertionError(f"{where} {name}: {error}") from None
 
 
-def gradients(**tensors: Tensor) -> dict[str, Tensor | None]:
+def get_gradients(**tensors: Tensor) -> dict[str, Tensor | None]:
     """Return the gradient of each tensor."""
     return {name: tensor.grad for name, tensor in tensors.items()}
 
@@ -138,18 +138,18 @@ class Traffic:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.bytes, self.messages = group, 0.0, 0
 
-    def add(self, sent: count.Traffic) -> None:
-        """Count what was sent, and assert that it was sent in the group."""
+    def add_sent(self, sent: count.Traffic) -> None:
+        """Count sent bytes and messages, and assert that they were sent in the group."""
         inside = sent.get_group_traffic(self.group)
         assert (sent.calls, sent.messages) == (inside.calls, inside.messages), (
-            "sends in a group that it was not given"
+            "sends in another group than the one it was given"
         )
         self.messages += sent.messages + sum(sent.calls.values())
         # A broadcast or a reduce passes through all ranks but one.
         self.bytes += sent.count_ring_bytes(self.group.size(), others=1 - 1 / self.group.size())
 
-    def check(self, max_bytes: float, max_messages: int) -> None:
-        """Assert that no more was sent than is needed."""
+    def check_limits(self, max_bytes: float, max_messages: int) -> None:
+        """Assert that no more bytes and messages were sent than needed."""
         assert self.bytes <= max_bytes, f"sends {self.bytes:.0f} bytes; {max_bytes:.0f} are enough"
         assert self.messages <= max_messages, (
             f"calls collectives or sends {self.messages} times; {max_messages} times are enough"

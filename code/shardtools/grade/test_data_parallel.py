@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardlab.measure import count
 
-from .core import TWO_GROUPS, Case, Part, Traffic, check_values, gradients
+from .core import TWO_GROUPS, Case, Part, Traffic, check_values, get_gradients
 
 STEPS = 2
 PART = Part(
@@ -38,31 +38,31 @@ PART = Part(
 
 
 class Model(nn.Module):
-    """Residual layers, with what the case's traits add."""
+    """Residual layers, and the parts that the case's traits add."""
 
     def __init__(self, case: Case, copy: int, rank: int) -> None:
         super().__init__()
-        random = case.random("sizes")
+        random = case.make_rng("sizes")
         self.width, depth = random.randint(9, 15), random.randint(3, 5)
         width = self.width
-        if case.has("many small layers") or case.has("small buckets"):
+        if case.has_trait("many small layers") or case.has_trait("small buckets"):
             depth = 10  # with fewer layers, one bucket of any size might hold most of them
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
         self.spare = self.wide = self.skew = None
         if any(trait.startswith("a layer that") for trait in case.traits):
             self.spare = nn.Linear(width, width)
-        if case.has("a transposed weight"):
+        if case.has_trait("a transposed weight"):
             self.skew = nn.Parameter(torch.zeros(width + 1, width).t())
-        self.register_buffer("scale", torch.zeros(width) if case.has("buffers") else None)
+        self.register_buffer("scale", torch.zeros(width) if case.has_trait("buffers") else None)
         self.to(case.dtype)
-        if case.has("float32 beside float64"):
+        if case.has_trait("float32 beside float64"):
             self.wide = nn.Linear(width, width)
-        if case.has("tied weights"):
+        if case.has_trait("tied weights"):
             self.layers[-1].weight = self.layers[0].weight
-        if case.has("a frozen layer"):
+        if case.has_trait("a frozen layer"):
             self.layers[random.randrange(1, depth - 1)].requires_grad_(False)
         for name, tensor in self.state_dict().items():
-            tensor.copy_(case.normal(*tensor.shape, key=(copy, rank, name)) / width**0.5)
+            tensor.copy_(case.draw_normal(*tensor.shape, key=(copy, rank, name)) / width**0.5)
 
     def forward(self, x: Tensor, spare: bool) -> Tensor:
         """Return one loss per sample."""
@@ -77,23 +77,24 @@ class Model(nn.Module):
 def draw_batch(case: Case, copy: int, rank: int, step: int, part: int, width: int) -> Tensor:
     """Return a micro-batch of a rank: [samples, width]."""
     samples = 4
-    if case.has("unequal batches"):
+    if case.has_trait("unequal batches"):
         samples = 1 + (3 * rank + 2 * step) % 5
-    if case.has("a rank without samples"):
+    if case.has_trait("a rank without samples"):
         samples = 0 if rank == (step + 1) % case.size else rank + 2
-    return case.normal(samples, width, key=("batch", copy, rank, step, part))
+    return case.draw_normal(samples, width, key=("batch", copy, rank, step, part))
 
 
-def check(engine: ModuleType, case: Case, copy: int, group: dist.ProcessGroup) -> None:
+def check_engine(engine: ModuleType, case: Case, copy: int, group: dist.ProcessGroup) -> None:
     """Train with the engine, beside one process that has the batches of all ranks."""
     n, rank = case.size, group.rank()
     module, plain = Model(case, copy, rank), Model(case, copy, 0)
     kept = dict(module.named_parameters())
     sizes = [p.nbytes for p in module.parameters() if p.requires_grad]
-    limit = max(*sizes, sum(sizes) // 6) if case.has("small buckets") else 2**20
-    micro = 3 if case.has("micro-batches") else 1
-    joined = case.has("unequal batches") or case.has("a rank without samples")
-    user = case.random("user").randrange(n) if case.has("a layer that one rank uses") else None
+    limit = max(*sizes, sum(sizes) // 6) if case.has_trait("small buckets") else 2**20
+    micro = 3 if case.has_trait("micro-batches") else 1
+    joined = case.has_trait("unequal batches") or case.has_trait("a rank without samples")
+    one_uses = case.has_trait("a layer that one rank uses")
+    user = case.make_rng("user").randrange(n) if one_uses else None
 
     model = engine.DataParallel(module, group, limit)
     check_values("at the start", module.state_dict(), plain.state_dict(), case)
@@ -111,7 +112,7 @@ def check(engine: ModuleType, case: Case, copy: int, group: dist.ProcessGroup) -
 
     for step in range(STEPS):
         for optimizer in both:
-            optimizer.zero_grad(set_to_none=not case.has("gradients set to zero, not None"))
+            optimizer.zero_grad(set_to_none=not case.has_trait("gradients set to zero, not None"))
         with count.record_traffic() as early:
             for part in range(micro - 1):
                 with model.no_sync():
@@ -124,7 +125,7 @@ def check(engine: ModuleType, case: Case, copy: int, group: dist.ProcessGroup) -
         with count.record_traffic() as sent:
             loss.backward()
             model.finish()
-        traffic.add(sent)
+        traffic.add_sent(sent)
         calls = sum(sent.calls.values()) + sent.messages
         assert calls >= sum(sizes) / max(limit, *sizes), "sends tensors above bucket_bytes"
         for part in range(micro):
@@ -134,17 +135,17 @@ def check(engine: ModuleType, case: Case, copy: int, group: dist.ProcessGroup) -
                 (sum(x.sum() for x in losses) / sum(map(len, xs))).backward()
             else:
                 (sum(x.mean() for x in losses) / n / micro).backward()
-        got, want = (gradients(**dict(m.named_parameters())) for m in (module, plain))
+        got, want = (get_gradients(**dict(m.named_parameters())) for m in (module, plain))
         check_values(f"in step {step + 1} the gradient of", got, want, case)
         for optimizer in both:
             optimizer.step()
         check_values(f"after step {step + 1}", module.state_dict(), plain.state_dict(), case)
 
-    buckets = 2 * sum(sizes) // limit + 1 + case.has("float32 beside float64")
+    buckets = 2 * sum(sizes) // limit + 1 + case.has_trait("float32 beside float64")
     rounded, flags = sum(sizes) + 8 * n * buckets, 8 * n * len(sizes) + 64
-    traffic.check(STEPS * (2 * (n - 1) / n * rounded + flags), STEPS * (2 * buckets + 5))
+    traffic.check_limits(STEPS * (2 * (n - 1) / n * rounded + flags), STEPS * (2 * buckets + 5))
 
 
 def test_data_parallel(on_ranks):
     """Average gradients over ranks as one process does."""
-    on_ranks(check)
+    on_ranks(check_engine)

@@ -39,11 +39,11 @@ class Sizes:
     """Sizes of a case: experts of a rank and of all, experts of a token, hidden size."""
 
     def __init__(self, case: Case) -> None:
-        random = case.random("sizes")
-        self.local = 1 if case.has(SINGLE) else random.randint(2, 3)
+        random = case.make_rng("sizes")
+        self.local = 1 if case.has_trait(SINGLE) else random.randint(2, 3)
         self.experts = self.local * case.size
-        usable = self.experts - (self.local if case.has(IDLE) else 0)
-        self.k = 1 if case.has(ONE) else min(usable, 2)
+        usable = self.experts - (self.local if case.has_trait(IDLE) else 0)
+        self.k = 1 if case.has_trait(ONE) else min(usable, 2)
         self.hidden = random.randint(9, 13)
 
 
@@ -54,28 +54,28 @@ def make_experts(case: Case, copy: int, rank: int) -> list[nn.Module]:
         up = nn.Linear(s.hidden, s.hidden + 1, dtype=case.dtype)
         expert = nn.Sequential(up, nn.Tanh(), nn.Linear(s.hidden + 1, s.hidden, dtype=case.dtype))
         for name, p in expert.named_parameters():
-            p.data.copy_(case.normal(*p.shape, key=(copy, number, name)) / s.hidden**0.5)
-        found.append(expert.requires_grad_(not case.has("frozen experts")))
+            p.data.copy_(case.draw_normal(*p.shape, key=(copy, number, name)) / s.hidden**0.5)
+        found.append(expert.requires_grad_(not case.has_trait("frozen experts")))
     return found
 
 
 def draw_batch(case: Case, copy: int, rank: int, turn: int) -> tuple[Tensor, ...]:
     """Return a rank's rows, their experts, their weights, and their outputs' gradients."""
-    s, random = Sizes(case), case.random("batch", copy, rank, turn)
-    tokens = 0 if case.has(EMPTY) and rank == case.size - 1 else 5 + 2 * rank + turn
-    idle = case.random("idle").randrange(case.size) if case.has(IDLE) else None
+    s, random = Sizes(case), case.make_rng("batch", copy, rank, turn)
+    tokens = 0 if case.has_trait(EMPTY) and rank == case.size - 1 else 5 + 2 * rank + turn
+    idle = case.make_rng("idle").randrange(case.size) if case.has_trait(IDLE) else None
     usable = [e for e in range(s.experts) if e // s.local != idle]
     rows = [random.sample(usable, s.k) for _ in range(tokens)]
-    if case.has("an expert that all tokens choose"):
+    if case.has_trait("an expert that all tokens choose"):
         rows = [[usable[-1], *(e for e in row if e != usable[-1])][: s.k] for row in rows]
     chosen = torch.tensor(rows, dtype=torch.int64).view(tokens, s.k)
     key = copy, rank, turn
-    x = case.normal(tokens, s.hidden, key=(*key, "x"))
-    if case.has("a transposed input"):
+    x = case.draw_normal(tokens, s.hidden, key=(*key, "x"))
+    if case.has_trait("a transposed input"):
         x = x.t().contiguous().t()
-    weights = case.normal(tokens, s.k, key=(*key, "weights")).requires_grad_()
-    gradient = case.normal(tokens, s.hidden, key=(*key, "gradient"))
-    return x.requires_grad_(not case.has(NO_GRADIENT)), chosen, weights, gradient
+    weights = case.draw_normal(tokens, s.k, key=(*key, "weights")).requires_grad_()
+    gradient = case.draw_normal(tokens, s.hidden, key=(*key, "gradient"))
+    return x.requires_grad_(not case.has_trait(NO_GRADIENT)), chosen, weights, gradient
 
 
 def find_gradients(tensors: dict[str, Tensor]) -> dict[str, Tensor | None]:
@@ -84,10 +84,10 @@ def find_gradients(tensors: dict[str, Tensor]) -> dict[str, Tensor | None]:
     return {n: zeros.get(n) if t.grad is None else t.grad for n, t in tensors.items()}
 
 
-def check(engine: ModuleType, case: Case, copy: int, group: dist.ProcessGroup) -> None:
+def check_engine(engine: ModuleType, case: Case, copy: int, group: dist.ProcessGroup) -> None:
     """Run forward and backward, beside all experts and all tokens in this process."""
     s, n, rank = Sizes(case), case.size, group.rank()
-    turns = 2 if case.has("two forwards before a backward") else 1
+    turns = 2 if case.has_trait("two forwards before a backward") else 1
     mine, calls = make_experts(case, copy, rank), Counter[int]()
     for number, expert in enumerate(mine):
         expert.register_forward_hook(lambda *_, number=number: calls.update([number]))
@@ -97,7 +97,7 @@ def check(engine: ModuleType, case: Case, copy: int, group: dist.ProcessGroup) -
         outputs = [layer(x, chosen, weights) for x, chosen, weights, _ in batches]
         pairs = zip(outputs, batches, strict=True)
         sum((y * gradient).sum() for y, (*_, gradient) in pairs).backward()
-    traffic.add(sent)
+    traffic.add_sent(sent)
     most = max(calls.values(), default=0)
     assert most <= turns, f"calls one expert {most} times in {turns} forwards"
 
@@ -126,13 +126,13 @@ def check(engine: ModuleType, case: Case, copy: int, group: dist.ProcessGroup) -
         got, want = (find_gradients(dict(one.named_parameters())) for one in (expert, right))
         check_values(f"the gradient of local expert {number}'s", got, want, case)
 
-    back = 0 if case.has(NO_GRADIENT) and case.has("frozen experts") else 1
-    ways = 1 if case.has(NO_GRADIENT) else 2
+    back = 0 if case.has_trait(NO_GRADIENT) and case.has_trait("frozen experts") else 1
+    ways = 1 if case.has_trait(NO_GRADIENT) else 2
     rows = own * (1 + back) + other * ways  # sent rows and gradients; returned rows and gradients
     numbers = 8 * (own + other) + 16 * n * s.experts * turns
-    traffic.check(rows * s.hidden * case.dtype.itemsize + numbers, turns * (4 * n + 6))
+    traffic.check_limits(rows * s.hidden * case.dtype.itemsize + numbers, turns * (4 * n + 6))
 
 
 def test_experts(on_ranks):
     """Compute as all experts in one process."""
-    on_ranks(check)
+    on_ranks(check_engine)

@@ -1,4 +1,4 @@
-"""One forward pass on meta: operations of each layer, and numbers it saves for backward, a token.
+"""Trace one forward pass on meta: operations and saved elements of each layer, per token.
 
 Loads torch.
 """
@@ -16,27 +16,27 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardlab.layout.structure import AttentionCore
 
-from .kinds import main_stack, stacks
-from .plugs import calls, plugged, storage
+from .layer_kinds import find_main_stack, find_stacks
+from .meta_stubs import get_storage_id, patch_modules, stub_calls
 
-TOKENS = 4096  # tokens of the sequence: more than a sparse attention chooses
-LATENT = re.compile(r"(^|\.)(q|kv)_(a_(layer)?norm|b_proj|a_proj\w*)$")
+TRACE_TOKENS = 4096  # more than a sparse attention selects
+LATENT_MODULE = re.compile(r"(^|\.)(q|kv)_(a_(layer)?norm|b_proj|a_proj\w*)$")
 
 
 @dataclass(frozen=True)
-class Traced:
+class LayerTrace:
     """A layer's trace; elements and operations are per token."""
 
-    mixed: tuple[tuple[AttentionCore, str], ...]  # cores, each with why it is not known
+    cores: tuple[tuple[AttentionCore, str], ...]  # cores, each with the reason if unknown
     chosen: tuple[int, ...]
-    products: float  # operations in matrix products and convolutions
-    stream: float  # saved 16-bit elements, by part; those of networks follow by formula
+    matmul_flops: float  # operations in matrix products and convolutions
+    stream: float  # saved 16-bit elements, by part; the FFN's follow by formula
     latent: float
     heads: float
 
 
 @dataclass
-class _Saved:
+class _SavedStorage:
     """A storage that autograd saves."""
 
     part: str
@@ -48,113 +48,115 @@ class _Saved:
         return min(self.size, sum(self.views.values()))
 
 
-class _Layer:
+class _LayerObserver:
     """The observations while one layer runs."""
 
-    def __init__(self, own: set[int]) -> None:
-        self.own = own
-        self.saved: dict[int, _Saved] = {}
-        self.held: list[Tensor] = []  # kept alive, so that no storage's address is reused
-        self.path: list[str] = []  # running modules, by names inside the layer
+    def __init__(self, model_storages: set[int]) -> None:
+        self.model_storages = model_storages
+        self.saved: dict[int, _SavedStorage] = {}
+        self.kept_alive: list[Tensor] = []  # so that no storage id is reused
+        self.running: list[str] = []  # running modules, by names inside the layer
         self.inputs: set[int] = set()  # storages of inputs of the layer's children
         self.latent: set[int] = set()
         self.mixing: set[str] = set()  # children that called attention
 
-    def pack(self, tensor: Tensor) -> Tensor:
-        where = storage(tensor)
-        if where in self.own or not tensor.is_floating_point() or tensor.dtype == torch.float32:
+    def record_saved(self, tensor: Tensor) -> Tensor:
+        where = get_storage_id(tensor)
+        if tensor.dtype == torch.float32 or not tensor.is_floating_point():
             return tensor
-        self.held.append(tensor)
+        if where in self.model_storages:
+            return tensor
+        self.kept_alive.append(tensor)
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
-        name = self.path[-1] if self.path else ""
+        name = self.running[-1] if self.running else ""
         child = name.partition(".")[0]
         if where in self.inputs or not child:
             part = "stream"
-        elif where in self.latent or LATENT.search(name):
+        elif where in self.latent or LATENT_MODULE.search(name):
             part = "latent"
         else:
             part = child
-        one = self.saved.setdefault(where, _Saved(part, size))
-        many = min(size, tensor.numel())
-        at = tensor.storage_offset()
-        one.views[at] = max(one.views.get(at, 0), many)
+        saved = self.saved.setdefault(where, _SavedStorage(part, size))
+        elements = min(size, tensor.numel())
+        offset = tensor.storage_offset()
+        saved.views[offset] = max(saved.views.get(offset, 0), elements)
         return tensor
 
-    def follow(self, layer: nn.Module) -> None:
+    def add_hooks(self, layer: nn.Module) -> None:
         """Track which modules of the layer are running; hooks stay, since it runs only once."""
         for name, module in layer.named_modules():
             if name:
-                enter, leave = partial(self._enter, name), partial(self._leave, name)
-                module.register_forward_pre_hook(enter, with_kwargs=True)
-                module.register_forward_hook(leave)
+                hook = partial(self._pre_forward, name)
+                module.register_forward_pre_hook(hook, with_kwargs=True)
+                module.register_forward_hook(partial(self._post_forward, name))
 
-    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.path.append(name)
+    def _pre_forward(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.running.append(name)
         if "." not in name:
             given = [g for g in (*args, *kwargs.values()) if isinstance(g, Tensor)]
-            self.inputs |= {storage(g) for g in given}
-            self.held += given
-            self.before = len(calls.mixed)
+            self.inputs |= {get_storage_id(g) for g in given}
+            self.kept_alive += given
+            self.cores_before = len(stub_calls.cores)
 
-    def _leave(self, name: str, module: nn.Module, args: Any, out: Any) -> None:
-        self.path.pop()
-        if LATENT.search(name) and "b_proj" not in name and isinstance(out, Tensor):
-            self.latent.add(storage(out))
-            self.held.append(out)
-        if "." not in name and len(calls.mixed) > self.before:
+    def _post_forward(self, name: str, module: nn.Module, args: Any, out: Any) -> None:
+        self.running.pop()
+        if LATENT_MODULE.search(name) and "b_proj" not in name and isinstance(out, Tensor):
+            self.latent.add(get_storage_id(out))
+            self.kept_alive.append(out)
+        if "." not in name and len(stub_calls.cores) > self.cores_before:
             self.mixing.add(name)
 
-    def kept(self, tokens: int) -> dict[str, float]:
-        """Return saved elements per token by part: the stream, latents, and token mixers."""
+    def sum_saved(self, tokens: int) -> dict[str, float]:
+        """Return saved elements per token of the residual stream, latents, and token mixers."""
         found = dict.fromkeys(("stream", "latent", "heads"), 0.0)
-        for one in self.saved.values():
-            part = "heads" if one.part in self.mixing else one.part
+        for storage in self.saved.values():
+            part = "heads" if storage.part in self.mixing else storage.part
             if part in found:
-                found[part] += one.elements / tokens
+                found[part] += storage.elements / tokens
         return found
 
 
-def traced(model: nn.Module, alike: list[Any], tokens: int) -> list[Traced]:
+def trace_layers(model: nn.Module, layer_keys: list[Any], tokens: int) -> list[LayerTrace]:
     """Trace each layer of the main stack in a forward pass over a sequence of `tokens` tokens.
 
-    alike: a value for each layer; of layers with equal values only the first runs, for all of them.
+    layer_keys: a key for each layer; of layers with equal keys only the first is run.
     """
-    layers = list(stacks(model)[main_stack(model)])
+    layers = list(find_stacks(model)[find_main_stack(model)])
     tensors = [*model.parameters(), *model.buffers()]
-    own = {storage(t) for t in tensors}
+    model_storages = {get_storage_id(t) for t in tensors}
     counter = FlopCounterMode(display=False)
-    found: dict[int, Traced] = {}
+    found: dict[int, LayerTrace] = {}
 
-    def watch(number: int, layer: nn.Module) -> None:
+    def replace_forward(number: int, layer: nn.Module) -> None:
         forward = layer.forward
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            calls.mixed, calls.chosen = [], []
-            before, seen = counter.get_total_flops(), _Layer(own)
+        def traced_forward(*args: Any, **kwargs: Any) -> Any:
+            stub_calls.cores, stub_calls.chosen = [], []
+            before, observer = counter.get_total_flops(), _LayerObserver(model_storages)
             for given in (*args, *kwargs.values()):
                 if isinstance(given, Tensor):
-                    seen.inputs.add(storage(given))
-            seen.follow(layer)
-            with torch.autograd.graph.saved_tensors_hooks(seen.pack, lambda kept: kept):
+                    observer.inputs.add(get_storage_id(given))
+            observer.add_hooks(layer)
+            with torch.autograd.graph.saved_tensors_hooks(observer.record_saved, lambda kept: kept):
                 out = forward(*args, **kwargs)
-            products = (counter.get_total_flops() - before) / tokens
-            called = tuple(calls.mixed), tuple(calls.chosen)
-            found[number] = Traced(*called, products, **seen.kept(tokens))
+            matmul_flops = (counter.get_total_flops() - before) / tokens
+            called = tuple(stub_calls.cores), tuple(stub_calls.chosen)
+            found[number] = LayerTrace(*called, matmul_flops, **observer.sum_saved(tokens))
             outputs[number] = out
             return out
 
-        layer.forward = watched  # type: ignore[method-assign]
+        layer.forward = traced_forward  # type: ignore[method-assign]
 
-    firsts = [alike.index(one) for one in alike]
+    firsts = [layer_keys.index(one) for one in layer_keys]
     outputs: dict[int, Any] = {}
     for number, layer in enumerate(layers):
         if firsts[number] == number:
-            watch(number, layer)
+            replace_forward(number, layer)
         else:
             first = firsts[number]
             layer.forward = lambda *_, first=first, **__: outputs[first]  # type: ignore
     model.eval()  # no dropout
-    with plugged(model), counter, torch.device("meta"):
+    with patch_modules(model), counter, torch.device("meta"):
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
         model(input_ids=ids, use_cache=False)
     return [found[first] for first in firsts]

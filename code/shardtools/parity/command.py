@@ -22,27 +22,29 @@ Exit status: 0 if they are equal, 1 if they are not, 2 if they cannot be compare
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `parity` to the command line."""
-    parser = options.command(
+    parser = options.add_parser(
         commands, "parity", "Check that a parallel script computes what its plain version computes."
     )
     parser.epilog = EPILOG
     parser.usage = (
         f"{parser.prog} [options] plain.py [arguments] -- command that starts the parallel script"
     )
-    options.add(
+    options.add_option(
         parser,
         "draws",
         f"runs of the plain script with noise, to measure rounding (default: {DRAWS})",
         "N",
     )
-    options.add(parser, "folder", "new or empty folder that keeps all tensors and output", "FOLDER")
+    options.add_option(
+        parser, "folder", "new or empty folder that keeps all tensors and output", "FOLDER"
+    )
     parser.add_argument("scripts", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(command=run)
 
 
 def run(given: argparse.Namespace) -> int:
     """Compare two scripts; return the exit status."""
-    draws = DRAWS if given.draws is None else options.whole("draws", given.draws, 1, 100)
+    draws = DRAWS if given.draws is None else options.parse_whole("draws", given.draws, 1, 100)
     words = given.scripts
     plain = words[: words.index("--")] if "--" in words else words
     parallel = words[len(plain) + 1 :]
@@ -54,7 +56,7 @@ def run(given: argparse.Namespace) -> int:
     if not Path(plain[0]).is_file():
         raise ValueError(f"plain={plain[0]!r}: must be an existing Python script")
     with tempfile.TemporaryDirectory(prefix="parity-") as own:
-        folder = Path(own) if given.folder is None else options.folder("folder", given.folder)
+        folder = Path(own) if given.folder is None else options.make_folder("folder", given.folder)
         report = compare_scripts(plain, parallel, folder, draws)
     print(report)
     return 0 if report.is_equal else 1

@@ -51,7 +51,7 @@ ENGINES = "deepspeed", "torchtitan", "megatron", "course", "slurm"  # same as `e
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `strategy`, with its five subcommands, to the command line."""
-    parser = options.command(commands, "strategy", __doc__)
+    parser = options.add_parser(commands, "strategy", __doc__)
     parser.set_defaults(command=lambda _: parser.print_help() or 0)
     parts = parser.add_subparsers(title="commands", metavar="command")
     for add in (add_plan, _add_run, _add_emit, _add_fit, _add_predict):
@@ -62,11 +62,11 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     """Add `strategy plan`, which a page's calculator runs as well."""
     parser = _add_subcommand(commands, "plan", _run_plan)
     _add_job(parser)
-    add = partial(options.add, parser)
+    add = partial(options.add_option, parser)
     add("top", f"rows of the table ({DEFAULT_ROWS})", "N", int)
     forms = parser.add_mutually_exclusive_group()
-    options.flag(forms, "explain", "the first layout, part by part")
-    options.flag(forms, "json", "print the plan as JSON")
+    options.add_flag(forms, "explain", "the first layout, part by part")
+    options.add_flag(forms, "json", "print the plan as JSON")
 
 
 def _add_run(commands: argparse._SubParsersAction) -> None:
@@ -77,7 +77,7 @@ def _add_emit(commands: argparse._SubParsersAction) -> None:
     parser = _add_subcommand(commands, "emit", _run_emit)
     parser.add_argument("engine", metavar="ENGINE", help=", ".join(ENGINES))
     _add_job(parser)
-    add = partial(options.add, parser)
+    add = partial(options.add_option, parser)
     add("into", "write the whole Slurm job into this folder", "DIR")
     add("site", "a cluster.yml with your site's settings; with slurm or --into", "FILE")
     add("time", "the job's time limit (01:00:00); with --into", "TIME")
@@ -103,17 +103,17 @@ def _add_subcommand(
     commands: argparse._SubParsersAction, name: str, run: Callable[[dict[str, Any]], int]
 ) -> argparse.ArgumentParser:
     """Return the parser of a subcommand; the docstring of `run` is its manual."""
-    parser = options.command(commands, name, (run.__doc__ or "").replace("\n    ", "\n"))
-    parser.set_defaults(command=lambda chosen: run(options.given(chosen)))
+    parser = options.add_parser(commands, name, (run.__doc__ or "").replace("\n    ", "\n"))
+    parser.set_defaults(command=lambda chosen: run(options.collect_options(chosen)))
     return parser
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
-    options.add(parser, "profile", f"implementation: {', '.join(PROFILES)} (course)", "NAME")
+    options.add_option(parser, "profile", f"implementation: {', '.join(PROFILES)} (course)", "NAME")
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
-    add = partial(options.add, parser)
+    add = partial(options.add_option, parser)
     add("model", f"a model: {', '.join(PRESETS)}", "NAME")
     add("config", "or the config.json of a model on Hugging Face's hub", "FILE")
     add("gpu", f"machines: {', '.join(MACHINES)}", "NAME")
@@ -216,7 +216,9 @@ def _run_fit(args: dict[str, Any]) -> int:
     """
     from . import fit_runs  # imported here: no page's calculator needs it
 
-    options.written("rates", args["rates"])  # check the path before anything is measured or fitted
+    options.write_file(
+        "rates", args["rates"]
+    )  # check the path before anything is measured or fitted
     skipped: list[str] = []
     if "file" in args:
         rates = fit_runs.fit_file(Path(args["file"]), _find_profile(args), skipped)
@@ -224,7 +226,7 @@ def _run_fit(args: dict[str, Any]) -> int:
         from .measure import measure_rates
 
         rates = measure_rates(_find_profile({"profile": "course", **args}).name)
-    options.written("rates", args["rates"], rates.write_json)
+    options.write_file("rates", args["rates"], rates.write_json)
     print("\n".join([format_rates(rates), *skipped]))
     return 0
 
@@ -272,7 +274,9 @@ def _make_plan(args: dict[str, Any], as_course_model: bool = False) -> tuple[str
         check_number(tokens=args["tokens"])
     seq, dtype = args.get("seq", config.seq), args.get("dtype", "bf16")
     if "layout" in args:
-        options.apart(args, (*CONSTRAINT_FIELDS, *TEXT_CONSTRAINTS), "with --layout, which sets it")
+        options.refuse_options(
+            args, (*CONSTRAINT_FIELDS, *TEXT_CONSTRAINTS), "with --layout, which sets it"
+        )
         layout = _parse_layout(args, machine, seq)
         return name, plan_layout(config, machine, layout, seq, profile, rates, dtype)
     check_integer(seq=seq, gpus=(gpus := args.get("gpus", "")))
@@ -286,14 +290,14 @@ def _make_plan(args: dict[str, Any], as_course_model: bool = False) -> tuple[str
 
 
 def _load_model(args: dict[str, Any], as_course_model: bool) -> tuple[str, Structure]:
-    options.one_of(args, "model", "config")
+    options.check_exactly_one(args, "model", "config")
     if "model" in args:
         check_one_of(PRESETS, model=args["model"])
         return args["model"], get_structure(PRESETS[args["model"]])
     from shardtools import hub  # imported here: no page's calculator needs it
 
     path = Path(args["config"])
-    model = hub.planned(path)
+    model = hub.read_plannable(path)
     for words in model.assumptions:  # to stderr: stdout may be a configuration, or JSON
         print(f"assumed: {words}", file=sys.stderr)
     if as_course_model:  # the shape in which the course's own model computes the same

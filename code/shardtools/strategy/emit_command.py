@@ -31,11 +31,13 @@ def prepare_options(args: dict[str, Any]) -> dict[str, Any]:
     if "into" in args:
         check_one_of(JOBS, engine=engine)
     else:
-        options.apart(args, ("time", "partition"), "without --into: it belongs to the job there")
+        options.refuse_options(
+            args, ("time", "partition"), "without --into: it belongs to the job there"
+        )
     if "site" in args and "into" not in args and engine != "slurm":
         raise ValueError(f"--site with {engine}: needs --into")
     if "site" in args:
-        args = {**args, "site": (cluster := site.read(args["site"]))}
+        args = {**args, "site": (cluster := site.read_site(args["site"]))}
         args = {"per_node": cluster.gpus_per_node, **args} if cluster.gpus_per_node else args
     if engine not in PROFILES:
         return args
@@ -48,7 +50,7 @@ def prepare_options(args: dict[str, Any]) -> dict[str, Any]:
 def emit_file(args: dict[str, Any], plan: Plan) -> str:
     """Return the configuration of the fastest layout that an engine can run."""
     text = _find_fastest(args["engine"], plan)[1].rstrip("\n")
-    return args["site"].batch(text) if "site" in args else text
+    return args["site"].adapt_batch_file(text) if "site" in args else text
 
 
 def write_job(args: dict[str, Any], plan: Plan) -> str:
@@ -60,21 +62,24 @@ def write_job(args: dict[str, Any], plan: Plan) -> str:
         limit_fields = {"partition": cluster.partition, **limit_fields}
     limits, steps = Limits(**limit_fields), DEFAULT_STEPS
     if "tokens" in args:
-        steps = -(-int(args["tokens"]) // (plan.batch * plan.seq))
+        steps = -(-int(args["tokens"]) // (plan.adapt_batch_file * plan.seq))
 
     candidate, _ = _find_fastest(engine, plan)
     target = Target.from_model(engine, plan.config, plan.machine, candidate.layout, plan.seq)
     texts = render_job(target, limits, steps, candidate.seconds)
     if cluster:
-        texts |= {BATCH_FILE: cluster.batch(texts[BATCH_FILE]), SITE_FILE: cluster.script()}
-    folder = Path(options.folder("into", args["into"]))
+        texts |= {
+            BATCH_FILE: cluster.adapt_batch_file(texts[BATCH_FILE]),
+            SITE_FILE: cluster.make_setup_script(),
+        }
+    folder = Path(options.make_folder("into", args["into"]))
     size = f"{candidate.reserved / 1e9:.1f} GB on the fullest GPU"
     lines = [f"{candidate.layout}: predicted are {candidate.seconds:.3g} s a step and {size}"]
     lines.append(f"{folder}:")
     for name, text in texts.items():
         kept = name == SITE_FILE and (folder / name).exists()
         if not kept:
-            options.written("into", folder / name, text)
+            options.write_file("into", folder / name, text)
         lines.append(f"  {name}" + (", kept as you edited it" if kept else ""))
     if not cluster:
         lines.append(f"Put your site's modules and environment into {folder}/{SITE_FILE}, then")

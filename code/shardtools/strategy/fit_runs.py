@@ -217,4 +217,4 @@ if __name__ == "__main__":  # put `cross_validate` into the last column of a tab
     writer.writeheader()
     for row, time in zip(rows, cross_validate(rows), strict=True):
         writer.writerow(row | {CROSS_VALIDATED_COLUMN: f"{time:.4g}"})
-    options.written("table", path, text.getvalue())
+    options.write_file("table", path, text.getvalue())

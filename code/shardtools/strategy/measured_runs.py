@@ -124,7 +124,9 @@ def case_to_job(config: Mapping[str, Any], profile: Profile) -> Job:
         from shardtools import hub  # imported here: no page's calculator needs it
 
         check_type(str, file=c["file"])
-        return _make_job(c, replace(profile, attention="flash"), hub.planned(c["file"], "file"))
+        return _make_job(
+            c, replace(profile, attention="flash"), hub.read_plannable(c["file"], "file")
+        )
     heads, h = _get_int(c, "heads"), _get_int(c, "hidden")
     gelu = _get_int(c, "kv_heads", heads) == heads and _get_int(c, "ffn", 4 * h) % h == 0
     model = _make_config(c, gelu, tied=gelu)

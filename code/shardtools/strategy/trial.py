@@ -15,7 +15,7 @@ from shardlab.common.shapes import Config
 from shardlab.layout import Layout, Structure, format_layout
 from shardlab.layout.structure import require_course_config
 from shardlab.mesh.job import Job, measure_rounding, run
-from shardtools.commands.mesh import as_predicted, told
+from shardtools.commands.mesh import format_results, is_as_predicted
 
 MAX_RANKS = 8  # two ranks on each of three axes of the mesh
 STEPS = 5
@@ -104,7 +104,9 @@ def run_trial(name: str, model: Config | Structure, layout: Layout) -> tuple[str
     if left_out:
         lines.append(f"Left out, since a mesh does not train it: {', '.join(left_out)}")
     words = "equal to one process but for rounding" if same else "NOT equal to one process"
-    return "\n".join([*lines, "", told(job, result), words]), same and as_predicted(result)
+    return "\n".join([*lines, "", format_results(job, result), words]), same and is_as_predicted(
+        result
+    )
 
 
 def is_equivalent(gaps: dict[str, float], rounding: dict[str, float] | None = None) -> bool:

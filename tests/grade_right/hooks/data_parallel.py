@@ -24,10 +24,10 @@ class DataParallel:
             room[p.dtype][0].append(p)
             room[p.dtype][1] += p.nbytes
             self.home[p] = room[p.dtype][0]
-            p.register_post_accumulate_grad_hook(self.ready)
-        self.reset()
+            p.register_post_accumulate_grad_hook(self.on_grad_ready)
+        self.reset_works()
 
-    def reset(self):
+    def reset_works(self):
         self.waiting = {id(b): set(b) for b in self.buckets}
         self.next, self.works = 0, []
 
@@ -42,15 +42,15 @@ class DataParallel:
         finally:
             self.sync = True
 
-    def ready(self, p):
+    def on_grad_ready(self, p):
         if not self.sync:
             return
         self.waiting[id(self.home[p])].discard(p)
         # In one order on all ranks, whichever is full first.
         while self.next < len(self.buckets) and not self.waiting[id(self.buckets[self.next])]:
-            self.send()
+            self.send_bucket()
 
-    def send(self):
+    def send_bucket(self):
         bucket = self.buckets[self.next]
         self.next += 1
         pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
@@ -61,7 +61,7 @@ class DataParallel:
 
     def finish(self):
         while self.next < len(self.buckets):
-            self.send()
+            self.send_bucket()
         for work, flat, bucket in self.works:
             work.wait()
             *gradients, flags = flat.split([*(p.numel() for p in bucket), len(bucket)])
@@ -69,7 +69,7 @@ class DataParallel:
                 if flag:
                     mean = g.view(p.shape) / self.group.size()
                     p.grad = mean if p.grad is None else p.grad.copy_(mean)
-        self.reset()
+        self.reset_works()
 
 
 def joined_loss(loss_sum, count, group):

@@ -29,7 +29,7 @@ class DataParallel:
         for p, ranks in zip(trained, has.tolist(), strict=True):
             if ranks and p.grad is None:
                 p.grad = torch.zeros_like(p)
-        for bucket in self.buckets([p.grad for p in trained if p.grad is not None]):
+        for bucket in self.fill_buckets([p.grad for p in trained if p.grad is not None]):
             flat = torch.cat([g.reshape(-1) for g in bucket])
             dist.all_reduce(flat, group=self.group)
             flat /= self.group.size()
@@ -38,7 +38,7 @@ class DataParallel:
                 g.copy_(flat[start : start + g.numel()].view(g.shape))
                 start += g.numel()
 
-    def buckets(self, gradients):
+    def fill_buckets(self, gradients):
         found, sizes = {}, {}
         for g in gradients:
             mine = found.setdefault(g.dtype, [[]])

@@ -31,7 +31,7 @@ class Sum(torch.autograd.Function):
         return grad, None
 
 
-def piece(p, dim, group):
+def take_shard(p, dim, group):
     if p.shape[dim] % group.size():
         raise ValueError(f"{p.shape[dim]} is not divided by {group.size()} ranks")
     mine = p.detach().chunk(group.size(), dim)[group.rank()]
@@ -42,8 +42,8 @@ class ColumnLinear(nn.Module):
     def __init__(self, linear, group):
         super().__init__()
         self.group = group
-        self.weight = piece(linear.weight, 0, group)
-        self.bias = None if linear.bias is None else piece(linear.bias, 0, group)
+        self.weight = take_shard(linear.weight, 0, group)
+        self.bias = None if linear.bias is None else take_shard(linear.bias, 0, group)
 
     def forward(self, x):
         return F.linear(Copy.apply(x, self.group), self.weight, self.bias)
@@ -53,7 +53,7 @@ class RowLinear(nn.Module):
     def __init__(self, linear, group):
         super().__init__()
         self.group = group
-        self.weight = piece(linear.weight, 1, group)
+        self.weight = take_shard(linear.weight, 1, group)
         self.bias = None
         if linear.bias is not None:
             self.bias = nn.Parameter(linear.bias.detach().clone(), linear.bias.requires_grad)

@@ -12,13 +12,13 @@ class ZeroOptimizer:
             self.kinds.setdefault(p.dtype, []).append(p)
         self.shares = []
         for kind in self.kinds.values():
-            flat = self.flat(kind, [p.detach() for p in kind])
+            flat = self.flatten_tensors(kind, [p.detach() for p in kind])
             size = len(flat) // n
             share = flat[group.rank() * size : (group.rank() + 1) * size].clone()
             self.shares.append(share)
         self.optimizer = make(self.shares)
 
-    def flat(self, kind, tensors):
+    def flatten_tensors(self, kind, tensors):
         flat = torch.cat([t.reshape(-1) for t in tensors])
         rest = -len(flat) % self.group.size()
         return torch.cat([flat, flat.new_zeros(rest)])
@@ -28,7 +28,8 @@ class ZeroOptimizer:
         for kind, share in zip(self.kinds.values(), self.shares, strict=True):
             own = [torch.zeros_like(p) if p.grad is None else p.grad for p in kind]
             share.grad = torch.empty_like(share)
-            dist.reduce_scatter_tensor(share.grad, self.flat(kind, own), group=self.group)
+            flat = self.flatten_tensors(kind, own)
+            dist.reduce_scatter_tensor(share.grad, flat, group=self.group)
             share.grad /= n
         norm = None
         if max_norm is not None:

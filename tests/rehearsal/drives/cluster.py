@@ -9,17 +9,17 @@ from .common import on, world
 
 
 class _Alone:
-    """Meeting of ranks that are in a group anyway."""
+    """Rendezvous of ranks that are in a group anyway."""
 
     def set_step(self, words, waiting=False): ...
 
 
 @on(1, 2, 4, daily=(2, 4))
-def links():
+def check_links():
     """Check that every pair meets once, in rounds that nccl can connect."""
     group, rank, size = world()
-    found = pairs.measure(_Alone(), group, ranks.device(), ["here"] * size)
+    found = pairs.measure_links(_Alone(), group, ranks.device(), ["here"] * size)
     assert sorted(link["pair"][1] for link in found) == list(range(rank + 1, size))
     assert all(link["latency"] > 0 and link["bandwidth"] > 0 for link in found)
-    clock = pairs.clocks(_Alone(), group)
+    clock = pairs.measure_clock_offset(_Alone(), group)
     assert abs(clock["ahead"]) < 5

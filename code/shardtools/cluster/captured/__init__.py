@@ -5,6 +5,6 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 
 
-def log(name: str) -> str:
+def read_log(name: str) -> str:
     """Return the captured text of the job `name`: "uneven", "order" or "tensor"."""
     return (FOLDER / f"{name}.txt").read_text("utf-8")

@@ -2,9 +2,9 @@
 
 import torch
 import torch.distributed as dist
-from job import start
+from job import start_rank
 
-rank, size, watchdog = start()
+rank, size, watchdog = start_rank()
 torch.manual_seed(rank)
 groups = {name: dist.new_group([0, 1], group_desc=name) for name in ("loss", "norm")}
 model = torch.nn.Linear(8, 4)
@@ -16,5 +16,5 @@ for step in range(8):
     values = {"loss": loss.detach(), "norm": norms}
     for name in {"loss", "norm"} if step % 4 == 3 else {"loss"}:
         dist.all_reduce(values[name], group=groups[name])
-    watchdog.beat()
+    watchdog.report_step()
     print(f"[rank {rank}] step {step}", flush=True)

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from job import start
+from job import start_rank
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
@@ -12,7 +12,7 @@ from shardlab.gpt.model import GPT, PRESETS, loss
 
 SETTINGS = {"tensor_paralel_size": 2, "sequences": 7}
 
-rank, size, watchdog = start()
+rank, size, watchdog = start_rank()
 print(f"[rank {rank}] tensor parallelism, {SETTINGS}", flush=True)
 torch.manual_seed(0)
 model = GPT(PRESETS["nano"])
@@ -29,6 +29,6 @@ for number in range(rank, SETTINGS["sequences"], size):
     value.backward()
     optimizer.step()
     optimizer.zero_grad()
-    watchdog.beat()
+    watchdog.report_step()
     print(f"[rank {rank}] sequence {number}", flush=True)
 dist.barrier()

@@ -2,9 +2,9 @@
 
 import torch
 import torch.distributed as dist
-from job import start
+from job import start_rank
 
-rank, size, watchdog = start()
+rank, size, watchdog = start_rank()
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -24,6 +24,6 @@ for epoch in range(2):
         model(sample).square().mean().backward()
         average_gradients()
         optimizer.step()
-        watchdog.beat()
+        watchdog.report_step()
         print(f"[rank {rank}] epoch {epoch} step {step}", flush=True)
     dist.barrier()

@@ -1,12 +1,12 @@
-"""The cause of a hang: which rank is missing, in which collective, at which line.
+"""Name the rank that a hanging job waits for, with the collective and the line.
 
     python -m shardlab cluster hang runs/one/flight
-    torchfrtrace runs/one/flight -p trace_              # torch's own, for sends and recvs as well
+    torchfrtrace runs/one/flight -p trace_              # torch's tool; also for send and recv
 
-Reads the records that all ranks left (see `flight`), and compares the collectives: within a group,
-the n-th call of one rank must be the n-th call of all. Unlike torch's tool (2.13), which takes the
-first record as right, it goes by the majority; it follows which rank waits for which, across
-groups, to the rank at which the waiting begins; and names that rank's last call.
+FOLDER has the flight recorder's record of each rank, written by `flight.Watchdog` or NCCL's own
+watchdog. Within a group, the n-th call of one rank must be the n-th call of all ranks. Unlike
+torch's tool (2.13), which takes the first record as right, the command takes the majority as right;
+it follows the waiting from rank to rank, across groups, and prints the last call of the first rank.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from dataclasses import dataclass
 from shardlab.ranks import root_cause
 from shardtools import options
 
-from .flight import Call, read
+from .flight import Call, read_records
 
 Calls = Mapping[int, Sequence[Call]]
-Numbered = dict[int, dict[int, Call]]  # the calls of a group: by number, then by rank
+Numbered = dict[int, dict[int, Call]]  # the calls of a group, by number and rank
 # Collectives in which every rank's input has the same shape.
-_ALIKE = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
+_SAME_SHAPE_OPS = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
 
 
 @dataclass(frozen=True)
 class Finding:
     """A collective that not all ranks entered."""
 
-    kind: str  # "missing", "differs" (another call or size) or "cycle"
+    kind: str  # "missing", "differs" (other call or size) or "cycle"
     ranks: tuple[int, ...]  # ranks that are missing, differ from most, or form the cycle
     call: Call  # the call of the waiting ranks
     waiting: tuple[int, ...]  # ranks that are in the call
-    stands: dict[int, Call | None]  # the last call of each of `ranks` that left a record
+    last_calls: dict[int, Call | None]  # the last call of each of `ranks` that left a record
 
     def __str__(self) -> str:
         call = self.call
-        name = f"{call.op} #{call.number} of {call.group}, line {call.line} in {call.where}"
+        name = f"{call.op} #{call.number} of {call.group}, line {call.line} in {call.location}"
         ranks, present = (
             root_cause.format_ranks([*self.ranks]),
             root_cause.format_ranks([*self.waiting]),
@@ -47,21 +47,21 @@ class Finding:
         waits = "wait" if len(self.waiting) > 1 else "waits"
         differs = f"{name}: called by {present}, while {ranks} called something else:\n  {call}"
         lines = {
-            "missing": f"{name}: {present} {waits} for {ranks}, whose last call is:",
+            "missing": f"{name}: {present} {waits} for {ranks}; the last call:",
             "differs": differs,
             "cycle": f"{ranks} wait for one another, each in another call:",
         }
         found = [lines[self.kind]]
         for rank in self.ranks:
-            none = "no call at all" if rank in self.stands else "no record"
-            found.append(f"  {self.stands.get(rank) or f'rank {rank}  {none}'}")
+            none = "no call at all" if rank in self.last_calls else "no record"
+            found.append(f"  {self.last_calls.get(rank) or f'rank {rank}  {none}'}")
         return "\n".join(found)
 
 
-def explain(calls: Calls) -> list[Finding]:
-    """Return why the ranks stand still: the first disagreement of each group, the cause first.
+def find_causes(calls: Calls) -> list[Finding]:
+    """Return the first mismatch of each group, the cause of the hang first.
 
-    Returns [] if no rank waits, or if all have entered the call in which they wait.
+    Returns [] if no rank waits, or if all members have entered the call in which ranks wait.
     """
     groups: dict[tuple[str, tuple[int, ...]], Numbered] = {}
     for rank, mine in calls.items():
@@ -71,7 +71,7 @@ def explain(calls: Calls) -> list[Finding]:
     waiting = {rank: [call for call in mine if call.waiting] for rank, mine in calls.items()}
     stuck = {rank: mine[0] for rank, mine in waiting.items() if mine}
 
-    def awaited(rank: int) -> list[int]:
+    def find_awaited(rank: int) -> list[int]:
         """Return the stuck ranks that have not entered the call in which this rank is stuck."""
         call = stuck[rank]
         came = groups[call.group, call.members][call.number]
@@ -79,63 +79,61 @@ def explain(calls: Calls) -> list[Finding]:
 
     for rank in stuck:
         path = [rank]
-        while ahead := awaited(path[-1]):
+        while ahead := find_awaited(path[-1]):
             if ahead[0] in path:
                 cycle = tuple(sorted(path[path.index(ahead[0]) :]))
                 return [
                     Finding("cycle", cycle, stuck[cycle[0]], cycle, {r: stuck[r] for r in cycle})
                 ]
             path.append(ahead[0])
-    found = [_first(calls, members, numbers) for (_, members), numbers in groups.items()]
+    found = [_find_mismatch(calls, members, numbers) for (_, members), numbers in groups.items()]
     # A finding whose ranks wait nowhere else is the cause.
     return sorted(filter(None, found), key=lambda one: any(rank in stuck for rank in one.ranks))
 
 
-def _first(calls: Calls, members: tuple[int, ...], numbers: Numbered) -> Finding | None:
+def _find_mismatch(calls: Calls, members: tuple[int, ...], numbers: Numbered) -> Finding | None:
     """Find the first call number in a group at which its members disagree."""
-    began: dict[int, int] = {}  # by rank: the oldest number in its record
+    oldest: dict[int, int] = {}  # by rank: the oldest number in its record
     for number in sorted(numbers):
         for rank in numbers[number]:
-            began.setdefault(rank, number)
+            oldest.setdefault(rank, number)
     for number in sorted(numbers):
-        if number < max(began.values()):  # a record is a ring: its oldest calls may be gone
+        if number < max(oldest.values()):  # a record is a ring buffer, without its oldest calls
             continue
-        here = numbers[number]
-        shapes = {rank: _shape(call) for rank, call in here.items()}
+        entered = numbers[number]
+        shapes = {rank: _get_signature(call) for rank, call in entered.items()}
         [(most, _)] = Counter(shapes.values()).most_common(1)
-        agree = [rank for rank in here if shapes[rank] == most]
-        call, odd = here[agree[0]], tuple(rank for rank in here if shapes[rank] != most)
+        agree = [rank for rank in entered if shapes[rank] == most]
+        call, odd = entered[agree[0]], tuple(rank for rank in entered if shapes[rank] != most)
         if odd:
-            return Finding("differs", odd, call, tuple(agree), {rank: here[rank] for rank in odd})
-        missing = tuple(rank for rank in members if rank not in here)
-        if missing and any(call.waiting for call in here.values()):
+            others = {rank: entered[rank] for rank in odd}
+            return Finding("differs", odd, call, tuple(agree), others)
+        missing = tuple(rank for rank in members if rank not in entered)
+        if missing and any(call.waiting for call in entered.values()):
             # A rank without a record may have entered: it is named only if no other is missing.
             missing = tuple(rank for rank in missing if rank in calls) or missing
             last = {rank: next(reversed(calls[rank]), None) for rank in missing if rank in calls}
-            return Finding("missing", missing, call, tuple(here), last)
+            return Finding("missing", missing, call, tuple(entered), last)
     return None
 
 
-def _shape(call: Call) -> tuple[object, ...]:
-    """Return what has to be equal on all ranks of a group."""
-    return (call.op, call.sizes, call.dtype) if call.op in _ALIKE else (call.op,)
+def _get_signature(call: Call) -> tuple[object, ...]:
+    """Return the values that must be equal on all ranks of a group."""
+    return (call.op, call.sizes, call.dtype) if call.op in _SAME_SHAPE_OPS else (call.op,)
 
 
 def add_hang(commands: argparse._SubParsersAction) -> None:
     """Add `hang` to the command line."""
-    parser = options.command(commands, "hang", __doc__)
-    parser.add_argument("folder", help="with a record of each rank", metavar="FOLDER")
+    parser = options.add_parser(commands, "hang", __doc__)
+    parser.add_argument("folder", help="folder with a record of each rank", metavar="FOLDER")
     parser.set_defaults(command=_main)
 
 
-def _main(chosen: argparse.Namespace) -> int:
-    calls = read(chosen.folder)
+def _main(args: argparse.Namespace) -> int:
+    calls = read_records(args.folder)
     members = {rank for mine in calls.values() for call in mine for rank in call.members}
     if silent := sorted(members - set(calls)):
-        print(
-            f"{root_cause.format_ranks(silent)} left no record: "
-            "dead, or stuck where Python cannot run"
-        )
-    none = "no collective lacks a rank: look at sends and at GPUs with torchfrtrace, else at links"
-    print(*explain(calls) or [none], sep="\n")
+        print(f"{root_cause.format_ranks(silent)} left no record: dead, or stuck outside of Python")
+    none = "no collective lacks a rank: check send and recv with torchfrtrace, then the links"
+    print(*find_causes(calls) or [none], sep="\n")
     return 0

@@ -1,4 +1,4 @@
-"""A picture of a job: what each rank used over time, and its steps, from the files of `sample`."""
+"""A picture of a job: the use of each rank over time, and its steps, from `sample`'s files."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from matplotlib.figure import Figure
 
 from shardlab.common import show
 
-Line = dict[str, Any]
+Sample = dict[str, Any]
 
 
-def lines(path: Path) -> list[Line]:
-    """Return the objects in a file of JSON lines, whose last line a kill may have cut short."""
+def read_samples(path: Path) -> list[Sample]:
+    """Read a file of JSON lines; a last line that was cut off is ignored."""
     text = path.read_text("utf-8", errors="replace")
     try:
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     except ValueError as error:
-        raise ValueError(f"{path}: allowed are lines of JSON ({error})") from None
+        raise ValueError(f"{path}: must have lines of JSON ({error})") from None
 
 
-def report(folder: str | Path) -> Figure:
-    """Draw what each rank of a job used over time, and its steps.
+def draw_report(folder: str | Path) -> Figure:
+    """Draw the use of each rank over time, and the job's steps.
 
     Reads samples-*.jsonl, and metrics.jsonl if its lines have a `time`. Shows GPUs if the ranks
     have any, else CPU cores and memory. Raises ValueError for a folder without samples.
     """
     samples = [
-        line for path in sorted(Path(folder).glob("samples-*.jsonl")) for line in lines(path)
+        line for path in sorted(Path(folder).glob("samples-*.jsonl")) for line in read_samples(path)
     ]
     if not samples:
-        raise ValueError(f"folder={str(folder)!r}: allowed is a folder with samples-*.jsonl")
+        raise ValueError(f"folder={str(folder)!r}: must be a folder with samples-*.jsonl")
     metrics = Path(folder) / "metrics.jsonl"
-    steps = [s for s in (lines(metrics) if metrics.exists() else ()) if "time" in s]
+    steps = [s for s in (read_samples(metrics) if metrics.exists() else ()) if "time" in s]
     show.set_style()
     figure, panels = plt.subplots(3 + bool(steps), 1, figsize=(6.4, 6.4), sharex=True)
     start = min(line["time"] for line in samples)

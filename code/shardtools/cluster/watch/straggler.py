@@ -4,9 +4,9 @@ Step times do not show it: each step ends with a collective, which ends on all r
 the slow rank's step is as long as that of all others. The time at which each rank *enters* the
 first collective of a step shows it: the slow rank enters last, and waits for no other.
 
-    rows = arrivals({rank: flight.calls(record) for rank, record in enumerate(records)})
+    rows = measure_delays({rank: flight.parse_calls(r) for rank, r in enumerate(records)})
 
-The times come from the flight recorder, so a job needs no change. There are two kinds of them:
+The times come from the flight recorder, so a job needs no change. They are of two kinds:
 
 - The time when the host queued the call. With gloo that is when the rank entered it. With NCCL the
   host runs ahead of its GPU, so these times show slow hosts, but hide a throttled GPU. They compare
@@ -29,24 +29,24 @@ from shardlab.common import show
 
 from .flight import Call
 
-LEAST = 30  # least number of collectives for a median on a busy machine
+MIN_COLLECTIVES = 30  # for a median on a busy machine
 
 
 @dataclass(frozen=True)
-class Arrival:
+class RankDelays:
     """The delays of one rank at the collectives of a group."""
 
     rank: int
-    late: float  # median seconds after the first rank
-    last: float  # share of the collectives that this rank entered last
-    moments: tuple[float, ...]  # seconds after the first rank, for each collective
+    median_delay: float  # median seconds after the first rank
+    share_last: float  # share of the collectives that this rank entered last
+    delays: tuple[float, ...]  # seconds after the first rank, for each collective
 
 
-def arrivals(calls: Mapping[int, Sequence[Call]]) -> list[Arrival]:
+def measure_delays(calls: Mapping[int, Sequence[Call]]) -> list[RankDelays]:
     """Return each rank's delays at collectives that all ranks call, in rank order.
 
-    Uses collectives of which all ranks are members: those that every rank has timed, if there are
-    any. Raises ValueError with fewer than LEAST of them.
+    Uses the collectives of groups of all ranks; only those that every rank has timed, if any.
+    Raises ValueError with fewer than MIN_COLLECTIVES.
     """
     everyone = tuple(sorted(calls))
     by_number: dict[tuple[str, int], dict[int, Call]] = {}
@@ -54,45 +54,44 @@ def arrivals(calls: Mapping[int, Sequence[Call]]) -> list[Arrival]:
         for call in mine:
             if call.members == everyone:
                 by_number.setdefault((call.group, call.number), {})[rank] = call
-    taken = [step for step in by_number.values() if len(step) == len(everyone)]
-    timed = [step for step in taken if all(c.duration is not None for c in step.values())]
+    complete = [step for step in by_number.values() if len(step) == len(everyone)]
+    timed = [step for step in complete if all(c.duration is not None for c in step.values())]
     # Timed collectives end together: the shorter a rank's call, the later the rank entered.
     steps = [{r: -c.duration for r, c in step.items()} for step in timed]
-    steps = steps or [{r: c.created for r, c in step.items()} for step in taken]
-    if len(steps) < LEAST:
-        raise ValueError(
-            f"calls: {len(steps)} steps that all ranks recorded; allowed are {LEAST} or more"
-        )
+    steps = steps or [{r: c.created for r, c in step.items()} for step in complete]
+    if len(steps) < MIN_COLLECTIVES:
+        words = f"must have {MIN_COLLECTIVES} or more steps that all ranks recorded"
+        raise ValueError(f"calls: {words}, not {len(steps)}")
     found = []
     for rank in everyone:
-        late = tuple(step[rank] - min(step.values()) for step in steps)
-        last = sum(step[rank] == max(step.values()) for step in steps) / len(steps)
-        found.append(Arrival(rank, median(late), last, late))
+        delays = tuple(step[rank] - min(step.values()) for step in steps)
+        share_last = sum(step[rank] == max(step.values()) for step in steps) / len(steps)
+        found.append(RankDelays(rank, median(delays), share_last, delays))
     return found
 
 
-def picture(found: Sequence[Arrival], durations: Mapping[int, Sequence[float]]) -> Figure:
-    """Draw all ranks' step times, which agree, above their arrival times, which do not.
+def draw_delays(ranks: Sequence[RankDelays], durations: Mapping[int, Sequence[float]]) -> Figure:
+    """Draw the ranks' step times, which agree, above their delays, which do not.
 
-    durations: seconds of each step, as every rank measured them itself.
+    durations: seconds of each step, by rank, as the rank measured them.
     """
     show.set_style()
     figure, panels = plt.subplots(2, 1, figsize=(6.2, 4.4), sharex=True)
     colors = show.RANK_COLORS
-    for arrival in found:
-        color = colors[arrival.rank % len(colors)]
-        mine = [1e3 * seconds for seconds in durations[arrival.rank]]
+    for entry in ranks:
+        color = colors[entry.rank % len(colors)]
+        mine = [1e3 * seconds for seconds in durations[entry.rank]]
         panels[0].plot(mine, color=color, lw=1.4)
-        late = [1e3 * seconds for seconds in arrival.moments]
-        panels[1].plot(late, "o", color=color, ms=3.5)
-        panels[1].axhline(1e3 * arrival.late, color=color, lw=1, alpha=0.7)
+        delays = [1e3 * seconds for seconds in entry.delays]
+        panels[1].plot(delays, "o", color=color, ms=3.5)
+        panels[1].axhline(1e3 * entry.median_delay, color=color, lw=1, alpha=0.7)
     top = 1.1 * max(np.percentile([1e3 * s for s in mine], 95) for mine in durations.values())
     panels[0].set_ylim(0, 1.15 * top)
     middle = [1e3 * median(mine) for mine in durations.values()]
     title = f"duration of each step (ms): medians {min(middle):.0f} to {max(middle):.0f}"
     panels[0].set_title(title, loc="left")
-    slowest = max(found, key=lambda arrival: arrival.late)
-    panels[1].set_ylim(bottom=0, top=2.2e3 * slowest.late)
+    slowest = max(ranks, key=lambda entry: entry.median_delay)
+    panels[1].set_ylim(bottom=0, top=2.2e3 * slowest.median_delay)
     title = f"first message of a step, after the first rank (ms): rank {slowest.rank} is last"
     panels[1].set_title(title, loc="left")
     panels[1].set_xlabel("step")

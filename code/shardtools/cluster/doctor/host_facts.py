@@ -1,7 +1,6 @@
-"""Facts that one rank finds on its own host, which `checks` judges.
+"""Facts about the host of one rank, which `checks` judges.
 
-Each part is a function that returns plain values for JSON, in bytes, seconds and their ratios;
-None means no limit.
+Each function returns plain values for JSON, in bytes, seconds and their ratios; None: no limit.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from shardlab.measure.count import read_clock
 from shardlab.measure.count.speed import get_processor_name
 
 Facts = dict[str, Any]
-VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_GLOO_", "TORCH_FR_", "TORCH_DISTRIBUTED_")
+PREFIXES = "NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_GLOO_", "TORCH_FR_", "TORCH_DISTRIBUTED_"
 
 
-def versions(device: torch.device) -> Facts:
+def read_versions(device: torch.device) -> Facts:
     """Return the versions that have to be equal on all ranks."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     if device.type == "cuda":
@@ -40,29 +39,29 @@ def versions(device: torch.device) -> Facts:
     return found | {"shardlab": digest.hexdigest()[:12]}
 
 
-def environment() -> Facts:
-    """Return the variables that nccl, gloo and torch's groups read."""
-    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(VARIABLES)}
+def read_environment() -> Facts:
+    """Return the environment variables that nccl, gloo and torch's groups read."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(PREFIXES)}
 
 
-def gpu(device: torch.device) -> Facts:
-    """Return this rank's device. A GPU's `id` is the same in each process that sees the GPU."""
+def describe_device(device: torch.device) -> Facts:
+    """Return kind, name and id of this rank's device. A GPU has the same id in all processes."""
     if device.type != "cuda":
         return {"kind": "cpu", "name": get_processor_name(), "id": None}
     free, total = torch.cuda.mem_get_info(device)
-    about = torch.cuda.get_device_properties(device)
-    own = {"kind": "cuda", "name": about.name, "id": str(about.uuid)}
+    properties = torch.cuda.get_device_properties(device)
+    own = {"kind": "cuda", "name": properties.name, "id": str(properties.uuid)}
     return own | {"free": free, "total": total}
 
 
-def cores() -> Facts:
+def read_cores() -> Facts:
     """Return the cores that this process may use, their total number, and torch's threads."""
-    every = os.cpu_count() or 1
-    mask = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(every)
-    return {"mask": sorted(mask), "all": every, "threads": torch.get_num_threads()}
+    total = os.cpu_count() or 1
+    mask = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(total)
+    return {"mask": sorted(mask), "all": total, "threads": torch.get_num_threads()}
 
 
-def memory() -> Facts:
+def read_free_memory() -> Facts:
     """Return the free bytes of the host's memory, and of /dev/shm if the host has it."""
     found = {"memory": psutil.virtual_memory().available}
     if os.path.isdir("/dev/shm"):
@@ -70,7 +69,7 @@ def memory() -> Facts:
     return found
 
 
-def limits() -> Facts:
+def read_limits() -> Facts:
     """Return the limits of `ulimit`: the soft limit, and how far this user may raise it."""
     found: Facts = {"infiniband": any(Path("/sys/class/infiniband").glob("*"))}
     for name in ("nofile", "nproc", "memlock"):
@@ -79,47 +78,47 @@ def limits() -> Facts:
     return found
 
 
-def network() -> Facts:
+def read_network() -> Facts:
     """Return faults of the network interface that gloo chooses for this rank.
 
-    `loopback`: the interface's address, if other hosts cannot reach it. `unresolved`: a host name
-    without an address.
+    `loopback`: the interface's address, if it is the loopback address. `unresolved`: the name of
+    this host, if the name has no address.
     """
-    named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    there = {
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    interfaces = {
         name: [a.address for a in addresses if a.family == socket.AF_INET]
         for name, addresses in psutil.net_if_addrs().items()
     }
     address, unresolved = "", socket.gethostname()
     with suppress(OSError):
         address, unresolved = socket.gethostbyname(unresolved), ""
-    if named:  # else gloo's own rule: the address of the host's name
-        address = (there.get(named) or [""])[-1]
+    if interface:  # else gloo's own rule: the address of the host's name
+        address = (interfaces.get(interface) or [""])[-1]
     loopback = address if address.startswith("127.") else ""  # Debian gives the name 127.0.1.1
     fault = ""
-    if not loopback and not any(address in own for own in there.values()):
-        what = f"GLOO_SOCKET_IFNAME={named}" if named else "the host's name"
-        fault = f"{what} leads to no interface; there are {', '.join(sorted(there))}"
+    if not loopback and not any(address in own for own in interfaces.values()):
+        what = f"GLOO_SOCKET_IFNAME={interface}" if interface else "the host's name"
+        fault = f"{what} is no interface of this host; there are {', '.join(sorted(interfaces))}"
     return {"fault": fault, "loopback": loopback, "unresolved": unresolved}
 
 
-def speed(device: torch.device, windows: int = 5) -> Facts:
-    """Return the FLOP/s of products: the best of some windows of 0.05 s (on a GPU, 0.2 s).
+def measure_speed(device: torch.device, windows: int = 5) -> Facts:
+    """Return the FLOP/s of matrix products: the best of several windows of 0.05 s (GPU: 0.2 s).
 
     On the CPU: FLOP/s of one core, per second of this thread's CPU time.
     """
     cuda = device.type == "cuda"
-    side, dtype = (8192, torch.float16) if cuda else (256, torch.float32)
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    size, dtype = (8192, torch.float16) if cuda else (256, torch.float32)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     torch.mm(a, b)
     best = 0.0
     for _ in range(windows):
-        begin, core, done, passed = read_clock(device), time.thread_time(), 0, 0.0
+        begin, core_begin, done, passed = read_clock(device), time.thread_time(), 0, 0.0
         while passed < (0.2 if cuda else 0.05):
             for _ in range(4):
-                torch.mm(a, b)  # [side, side] @ [side, side]
+                torch.mm(a, b)  # [size, size] @ [size, size]
             done += 4
             passed = read_clock(device) - begin
-        had = passed if cuda else time.thread_time() - core
-        best = max(best, 2 * side**3 * done / had)
-    return {"kind": device.type, "name": gpu(device)["name"], "flops": best}
+        seconds = passed if cuda else time.thread_time() - core_begin
+        best = max(best, 2 * size**3 * done / seconds)
+    return {"kind": device.type, "name": describe_device(device)["name"], "flops": best}

@@ -1,12 +1,12 @@
-"""Stand-ins for parts of a model whose cost its eager code does not show.
+"""Stubs for parts of a model whose cost its eager code does not show on meta.
 
 transformers replaces attention, masks and experts by name; norms and rotations are patched in
-place. A stand-in computes nothing, and saves for backward what a fused kernel saves; no backward is
-ever run. Without stand-ins a count on meta is wrong, and silently: attention has no causal half and
-no window, and saves all scores; experts count as nothing (DeepSeek-V3: 17 of 94 · 10^9 operations a
-token are theirs).
+place. A stub computes nothing, and saves for backward the tensors that a fused kernel saves; no
+backward is ever run. Without stubs a count on meta is wrong: attention has no causal half and no
+window, and saves all scores; experts count as zero (they take 17 of the 94 · 10^9 operations per
+token of DeepSeek-V3).
 
-Loads torch and transformers, and changes the latter only within `registered` and `plugged`.
+Loads torch and transformers; changes transformers only in `register_stubs` and `patch_modules`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -28,34 +29,34 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from shardlab.layout.structure import AttentionCore
 
-NAME = "shardlab"
-PLUGGED = {"attn_implementation": NAME, "experts_implementation": NAME}
+STUB_NAME = "shardlab"
+STUB_IMPLEMENTATIONS = {"attn_implementation": STUB_NAME, "experts_implementation": STUB_NAME}
 
 
-# Keys that a query attends to: size of a window or of a chunk, or neither; why it is not known.
-Seen = tuple[int | None, int | None, str]
+# Keys that a query attends to: size of a window or of a chunk, or neither; reason if unknown.
+MaskRange = tuple[int | None, int | None, str]
 
 
 @dataclass
-class Calls:
-    """The stand-ins that a layer called."""
+class StubCalls:
+    """The calls of stubs by one layer."""
 
-    mixed: list[tuple[AttentionCore, str]] = field(
+    cores: list[tuple[AttentionCore, str]] = field(
         default_factory=list
-    )  # a core, and why it is not known
+    )  # a core; reason if unknown
     chosen: list[int] = field(default_factory=list)
-    # By storage; kept alive, so that no address is reused. All layers share the masks.
-    masks: dict[int, tuple[Tensor, Seen]] = field(default_factory=dict)
+    # By storage; kept alive, so that no id is reused. All layers share the masks.
+    masks: dict[int, tuple[Tensor, MaskRange]] = field(default_factory=dict)
 
 
-calls = Calls()
+stub_calls = StubCalls()
 
 
 # Attention and its mask.
 
 
-class _Core(torch.autograd.Function):
-    """Attention that saves what flash attention does: q, k, v, its output, a number a row."""
+class _AttentionStub(torch.autograd.Function):
+    """Attention that saves the same as flash attention: q, k, v, output, one number per row."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -64,41 +65,42 @@ class _Core(torch.autograd.Function):
         return out
 
 
-def _attention(
+def _stub_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None = None,
     sliding_window: int | None = None,
-    **more: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     window, chunk, unknown = sliding_window, None, ""
     if isinstance(attention_mask, Tensor):
-        strange = None, (None, None, "a mask of its own making")
-        window, chunk, unknown = calls.masks.get(storage(attention_mask), strange)[1]
-    elif attention_mask is None and not more.get("is_causal", getattr(module, "is_causal", True)):
+        default = None, (None, None, "a mask that its own code makes")
+        found = stub_calls.masks.get(get_storage_id(attention_mask), default)
+        window, chunk, unknown = found[1]
+    elif attention_mask is None and not kwargs.get("is_causal", getattr(module, "is_causal", True)):
         window, unknown = None, "attention in both directions"
     sizes = query.shape[1], key.shape[1], query.shape[-1], value.shape[-1]
-    calls.mixed.append((AttentionCore(*sizes, window=window, chunk=chunk), unknown))
-    return _Core.apply(query, key, value), None
+    stub_calls.cores.append((AttentionCore(*sizes, window=window, chunk=chunk), unknown))
+    return _AttentionStub.apply(query, key, value), None
 
 
-def _mask(
+def _stub_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
     mask_function: Callable[..., Any] | None = None,
     local_size: int | None = None,
-    **more: Any,
+    **kwargs: Any,
 ) -> Tensor:
     mask = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
-    calls.masks[storage(mask)] = mask, _seen(mask_function, local_size)
+    stub_calls.masks[get_storage_id(mask)] = mask, _probe_mask(mask_function, local_size)
     return mask
 
 
-def _seen(function: Callable[..., Any] | None, size: int | None) -> Seen:
-    """Return which keys the model's own mask function lets a late query attend to."""
+def _probe_mask(function: Callable[..., Any] | None, size: int | None) -> MaskRange:
+    """Return the range of keys that the model's mask function gives to a late query."""
     row = 2 * (size or 2048) + 7  # a query beyond two windows or chunks
     with torch.device("cpu"):
         zero, keys = torch.zeros(1, dtype=torch.long), torch.arange(row + 64)
@@ -106,7 +108,7 @@ def _seen(function: Callable[..., Any] | None, size: int | None) -> Seen:
             found = torch.as_tensor(function(zero, zero, torch.tensor([row]), keys))  # type: ignore
             found = found.expand(len(keys)).nonzero()[:, 0]
         except Exception as error:
-            return None, None, f"a mask that cannot be asked ({type(error).__name__})"
+            return None, None, f"a mask that cannot be probed ({type(error).__name__})"
         first, last = int(found[0]), int(found[-1])
     if last != row or len(found) != last - first + 1:
         return None, None, "a mask that is not causal"
@@ -116,38 +118,38 @@ def _seen(function: Callable[..., Any] | None, size: int | None) -> Seen:
         return size, None, ""
     if size and first == row - row % size:
         return None, size, ""
-    return None, None, "a mask of another form than window and chunk"
+    return None, None, "a mask that is neither a window nor a chunk"
 
 
-def storage(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage."""
+def get_storage_id(tensor: Tensor) -> int:
+    """Return an id of a tensor's storage."""
     return tensor.untyped_storage()._cdata
 
 
 # Experts.
 
 
-def _experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Send each choice as a row through expert 0, which has the shapes of any routing."""
+def _stub_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Send all rows through expert 0, which gives the shapes of any routing."""
     chosen = index.shape[-1]
-    calls.chosen.append(chosen)
+    stub_calls.chosen.append(chosen)
     rows = hidden.reshape(-1, hidden.shape[-1]).repeat_interleave(chosen, 0)  # [s k, h]
     up = self.gate_up_proj if self.has_gate else self.up_proj
     activated = self._apply_gate if self.has_gate else self.act_fn
 
-    def product(x: Tensor, w: Tensor) -> Tensor:
+    def multiply(x: Tensor, w: Tensor) -> Tensor:
         return x @ w[0] if self.is_transposed else nn.functional.linear(x, w[0])
 
-    inner = activated(product(rows, up)) * weights.reshape(-1, 1).to(rows.dtype)
-    out = product(inner, self.down_proj)
+    inner = activated(multiply(rows, up)) * weights.reshape(-1, 1).to(rows.dtype)
+    out = multiply(inner, self.down_proj)
     return out.view(-1, chosen, out.shape[-1]).sum(1).reshape(hidden.shape).to(hidden.dtype)
 
 
 # Norms and rotations.
 
 
-class _Norm(torch.autograd.Function):
-    """A norm that saves its input, and a number a row."""
+class _NormStub(torch.autograd.Function):
+    """A norm that saves its input, and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -155,7 +157,7 @@ class _Norm(torch.autograd.Function):
         return torch.empty_like(x)
 
 
-class _Opaque(torch.autograd.Function):
+class _OpaqueStub(torch.autograd.Function):
     """A function that saves nothing: a rotation turns gradients back by the same angles."""
 
     @staticmethod
@@ -166,49 +168,49 @@ class _Opaque(torch.autograd.Function):
 
 
 @contextmanager
-def plugged(model: nn.Module) -> Iterator[None]:
-    """Replace norms and rotations by stand-ins that save what fused kernels do, in this context."""
+def patch_modules(model: nn.Module) -> Iterator[None]:
+    """Replace norms and rotations by stubs that save as fused kernels do, in this context."""
     for module in model.modules():
         kind = type(module).__name__
         if kind.endswith("Norm") and "Gated" not in kind and type(module) is not nn.LayerNorm:
-            module.forward = _fused(module)  # type: ignore[method-assign]
-    spaces = {type(m).__module__ for m in model.modules()}
+            module.forward = _make_fused_norm(module)  # type: ignore[method-assign]
+    modules = {type(m).__module__ for m in model.modules()}
     with ExitStack() as stack:
-        for name in (name for name in spaces if name.startswith("transformers.models")):
+        for name in (name for name in modules if name.startswith("transformers.models")):
             for rotary in (n for n in dir(sys.modules[name]) if re.match("apply_.*rotary", n)):
-                opaque = _opaque(getattr(sys.modules[name], rotary))
+                opaque = _make_opaque(getattr(sys.modules[name], rotary))
                 stack.enter_context(mock.patch.object(sys.modules[name], rotary, opaque))
         yield
 
 
-def _fused(module: nn.Module) -> Callable[..., Tensor]:
-    return lambda x, *_, **__: _Norm.apply(x, getattr(module, "weight", None))
+def _make_fused_norm(module: nn.Module) -> Callable[..., Tensor]:
+    return lambda x, *_, **__: _NormStub.apply(x, getattr(module, "weight", None))
 
 
-def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *given, **more: _Opaque.apply(function, more, *given)
+def _make_opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given, **more: _OpaqueStub.apply(function, more, *given)
 
 
 @contextmanager
-def registered() -> Iterator[None]:
-    """Register attention, masks and experts with transformers under NAME, in this context."""
+def register_stubs() -> Iterator[None]:
+    """Register stubs of attention, masks and experts as STUB_NAME, in this context."""
     overlay = masking_utils.chunked_overlay
 
-    def on_cpu(size: int, left: Tensor) -> Any:
+    def overlay_on_cpu(size: int, left: Tensor) -> Any:
         return overlay(size, torch.zeros(len(left), dtype=torch.long, device="cpu"))
 
     with ExitStack() as stack:
-        for registry, own in (
-            (ALL_ATTENTION_FUNCTIONS, _attention),
-            (ALL_MASK_ATTENTION_FUNCTIONS, _mask),
-            (ALL_EXPERTS_FUNCTIONS, _experts),
+        for registry, stub in (
+            (ALL_ATTENTION_FUNCTIONS, _stub_attention),
+            (ALL_MASK_ATTENTION_FUNCTIONS, _stub_mask),
+            (ALL_EXPERTS_FUNCTIONS, _stub_experts),
         ):
-            stack.enter_context(mock.patch.dict(type(registry)._global_mapping, {NAME: own}))
+            stack.enter_context(mock.patch.dict(type(registry)._global_mapping, {STUB_NAME: stub}))
         # Both functions would read numbers, which meta tensors do not have.
-        nothing = mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
-        stack.enter_context(nothing)
-        stack.enter_context(mock.patch.object(masking_utils, "chunked_overlay", on_cpu))
+        patch = partial(mock.patch.object, masking_utils)
+        stack.enter_context(patch("find_packed_sequence_indices", lambda _: None))
+        stack.enter_context(patch("chunked_overlay", overlay_on_cpu))
         try:
             yield
         finally:
-            calls.__init__()
+            stub_calls.__init__()

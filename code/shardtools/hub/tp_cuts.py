@@ -1,10 +1,10 @@
 """Tensor-parallel cuts of a model's tensors, by the end of their names.
 
-As Megatron-LM and torchtitan cut (transformers' own plan leaves latent attention, state spaces and
-the experts of several models whole): queries, keys and values by heads, networks by their width,
-out and down by their inputs, the vocabulary by its entries. Latent attention's down-projections,
-norms and routers are whole on every rank, and so are tensors without a row in the table: `said`
-names them.
+They are those of Megatron-LM and torchtitan (transformers' own plan leaves latent attention, state
+spaces and the experts of several models whole): queries, keys and values are cut by heads, FFNs by
+width, output and down projections by inputs, the vocabulary by entries. Down-projections of latent
+attention, norms and routers are whole on every rank, and so are tensors that the tables lack:
+`describe_uncut` names them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 from shardlab.layout.parameters import KV_HEADS, ParamInfo
 
 if TYPE_CHECKING:  # these load torch
-    from .kinds import Alike, Tensor
-    from .trace import Traced
+    from .layer_kinds import LayerInfo, TensorInfo
+    from .trace import LayerTrace
 
 # Ends of names in attention or another mixer, the dimension that is cut, and the unit.
-_ATTENTION: tuple[tuple[str, int | None, str], ...] = (
+_ATTENTION_CUTS: tuple[tuple[str, int | None, str], ...] = (
     (
         r"indexer\..*|(q|kv)_a_.*|kv_a_.*|(q|k|v|kv|query|key)_?(layer)?norm\d?|[fg]_a_proj",
         None,
@@ -33,18 +33,18 @@ _ATTENTION: tuple[tuple[str, int | None, str], ...] = (
     (r"qkv_proj|query_key_value|c_attn|Wqkv|W_pack|qkv", 0, "both"),
     (r"o_proj|out_proj|dense|c_proj|[wW]o|out|x_proj", 1, "heads"),
 )
-_NETWORK: tuple[tuple[str, int | None, str], ...] = (
+_FFN_CUTS: tuple[tuple[str, int | None, str], ...] = (
     (r"router.*|gate|gate\..*|shared_expert_gate|.*_latent_proj|.*norm\d?", None, ""),
     (r"gate_proj|up_proj|fc1|c_fc|fc_in|w1|w3|dense_h_to_4h|intermediate\.dense", 0, "width"),
     (r"gate_up_proj|input_linear|gate_and_up|w13|Wi", 0, "twice"),
     (r"down_proj|fc2|c_proj|fc_out|w2|dense_4h_to_h|output_linear|linear_2|[wW]o|down", 1, "width"),
     (r"output\.dense", 1, "width"),
 )
-_MIXES = re.compile(r"attn|attention|mamba|temporal|ssm|conv|time_mix|mixer")
-_NORM = re.compile(r"(^|[._])(layer_?)?norm|(^|\.)ln_|norm(_\w|\d)?\.(weight|bias)$|layernorm")
-LEAST = 0.01  # share of a layer's parameters below which an uncut tensor is not reported
-MOST = 4  # most names in a list
-WORDS = {  # units by their names in Config, if they have one
+_MIXER_NAME = re.compile(r"attn|attention|mamba|temporal|ssm|conv|time_mix|mixer")
+_NORM_NAME = re.compile(r"(^|[._])(layer_?)?norm|(^|\.)ln_|norm(_\w|\d)?\.(weight|bias)$|layernorm")
+MIN_REPORTED_SHARE = 0.01  # of a layer's parameters: smaller uncut tensors are not reported
+MAX_LISTED = 4
+UNIT_NAMES = {  # units by their names in Config, if they have one
     "heads": "heads",
     "kv_heads": KV_HEADS,
     "both": f"{KV_HEADS} of a fused matrix",
@@ -53,17 +53,17 @@ WORDS = {  # units by their names in Config, if they have one
 }
 
 
-def inside(tensor: Tensor, traced: Traced | None) -> ParamInfo:
-    """Return the entry of a layer's tensor, with its cut; traced: the trace of its layer."""
+def cut_layer_tensor(tensor: TensorInfo, trace: LayerTrace | None) -> ParamInfo:
+    """Return the entry of a layer's tensor, with its cut; trace: the trace of the layer."""
     name, shape = tensor.name, tensor.shape
     expert = 0 if tensor.experts else None
-    mixes = _mixes(tensor, traced)
-    kind = "attention" if mixes else "ffn"
-    if _of_norm(name):
+    in_mixer = _is_in_mixer(tensor, trace)
+    kind = "attention" if in_mixer else "ffn"
+    if _is_in_norm(name):
         return ParamInfo(name, shape, "norms", partial_grad=True)
-    if name.count(".") == 1 and len(shape) == 1 and _NORM.search(name) and not mixes:
+    if name.count(".") == 1 and len(shape) == 1 and _NORM_NAME.search(name) and not in_mixer:
         return ParamInfo(name, shape, "norms", partial_grad=True)
-    dimension, along, units = _cut(tensor, traced) or (None, "", 0)
+    dimension, along, units = _find_cut(tensor, trace) or (None, "", 0)
     if dimension == 1 and len(shape) == 1:  # a bias that is added after the all-reduce
         return ParamInfo(name, shape, kind, partial_grad=True, expert=expert)
     if dimension is None:
@@ -74,90 +74,91 @@ def inside(tensor: Tensor, traced: Traced | None) -> ParamInfo:
     )
 
 
-def _cut(tensor: Tensor, traced: Traced | None) -> tuple[int | None, str, int] | None:
+def _find_cut(tensor: TensorInfo, trace: LayerTrace | None) -> tuple[int | None, str, int] | None:
     """Return a tensor's cut by the table: the dimension (None: whole), the unit, and their number.
 
     Returns None if the table lacks the name, or if the number of units is not known.
     """
-    mixes, stem = _mixes(tensor, traced), _stem(tensor)
-    for ends, dimension, by in _ATTENTION if mixes else _NETWORK:
+    in_mixer, stem = _is_in_mixer(tensor, trace), _strip_suffix(tensor)
+    for ends, dimension, unit in _ATTENTION_CUTS if in_mixer else _FFN_CUTS:
         if not re.search(rf"(^|\.)({ends})$", stem):
             continue
         if dimension is None or dimension >= len(tensor.shape):
             return dimension, "", 0
         size = tensor.shape[dimension]
-        units = _units(by, traced, size // (2 if by == "twice" else 1))
-        return (dimension, WORDS[by], units) if units and size % units == 0 else None
+        units = _count_units(unit, trace, size // (2 if unit == "twice" else 1))
+        return (dimension, UNIT_NAMES[unit], units) if units and size % units == 0 else None
     return None
 
 
-def unknown(layer: Alike, traced: Traced | None) -> list[Tensor]:
-    """Return the matrices that the table does not cut, except small parts of the layer."""
+def find_uncut(layer: LayerInfo, trace: LayerTrace | None) -> list[TensorInfo]:
+    """Return the large matrices of a layer that have no known cut."""
     sizes = [prod(t.shape) * (t.experts or 1) for t in layer.tensors]
     return [
         tensor
         for tensor, size in zip(layer.tensors, sizes, strict=True)
         if len(tensor.shape) > 1
-        and size > LEAST * sum(sizes)
-        and not _of_norm(tensor.name)
-        and _cut(tensor, traced) is None
+        and size > MIN_REPORTED_SHARE * sum(sizes)
+        and not _is_in_norm(tensor.name)
+        and _find_cut(tensor, trace) is None
     ]
 
 
-def said(tensors: Iterable[Tensor]) -> list[str]:
-    """Describe the `unknown` tensors of all kinds of layers."""
-    if not (some := list(dict.fromkeys(map(_stem, tensors)))):
+def describe_uncut(tensors: Iterable[TensorInfo]) -> list[str]:
+    """Describe the tensors from `find_uncut` of all kinds of layers."""
+    if not (names := list(dict.fromkeys(map(_strip_suffix, tensors)))):
         return []
-    more = f" and {len(some) - MOST} more" if len(some) > MOST else ""
-    return [f"whole on every tensor rank, for no cut is known: {', '.join(some[:MOST])}{more}"]
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    text = f"{', '.join(names[:MAX_LISTED])}{more}"
+    return [f"whole on every tensor-parallel rank, because no cut is known: {text}"]
 
 
-def outside(tensor: Tensor, first: bool, last: bool) -> ParamInfo:
+def cut_outer_tensor(tensor: TensorInfo, first: bool, last: bool) -> ParamInfo:
     """Return the entry of a tensor outside of the layers."""
     name, shape = tensor.name, tensor.shape
     if len(shape) == 2 and (first or last):
         kind = "embedding" if first else "head"
         cut = {"tp_dim": 0, "size_name": "vocab", "units": shape[0]}
         return ParamInfo(name, shape, kind, tied_to=tensor.tied, **cut)
-    kind = "norms" if len(shape) == 1 and _NORM.search(name) else "ffn"
+    kind = "norms" if len(shape) == 1 and _NORM_NAME.search(name) else "ffn"
     if not first and "embed" in name:
         kind = "embedding"
     return ParamInfo(name, shape, kind, partial_grad=kind == "norms", tied_to=tensor.tied)
 
 
-def _of_norm(name: str) -> bool:
+def _is_in_norm(name: str) -> bool:
     """Return True for a matrix inside a norm, which some models have."""
     return bool(re.search(r"norm\w*\.\w+\.", name))
 
 
-def _stem(tensor: Tensor) -> str:
+def _strip_suffix(tensor: TensorInfo) -> str:
     stem = re.sub(r"(\.linear)?\.(weight|bias)$", "", tensor.name)
     return re.sub(r"_bias$", "", stem) if tensor.experts else stem
 
 
-def _mixes(tensor: Tensor, traced: Traced | None) -> bool:
-    """Return True if the tensor belongs to a token mixer; Nemotron-H also calls networks mixers."""
-    inside = None if tensor.experts else _MIXES.search(tensor.name.rpartition(".")[0])
-    if inside and inside[0] == "mixer":
-        return not traced or bool(traced.mixed)
-    return bool(inside)
+def _is_in_mixer(tensor: TensorInfo, trace: LayerTrace | None) -> bool:
+    """Return True if the tensor is in a token mixer (Nemotron-H also calls FFNs mixers)."""
+    mixer = None if tensor.experts else _MIXER_NAME.search(tensor.name.rpartition(".")[0])
+    if mixer and mixer[0] == "mixer":
+        return not trace or bool(trace.cores)
+    return bool(mixer)
 
 
-def _units(by: str, traced: Traced | None, size: int) -> int:
-    """Return the number of units of a cut, such as heads; 0 if unknown: then nothing is cut."""
-    if by in ("width", "twice"):
+def _count_units(unit: str, trace: LayerTrace | None, size: int) -> int:
+    """Return the number of units of a cut, such as heads; 0 if unknown."""
+    if unit in ("width", "twice"):
         return size
-    if not traced or not traced.mixed:
+    if not trace or not trace.cores:
         return 0
-    core, _ = traced.mixed[0]
+    core, _ = trace.cores[0]
     both = gcd(core.heads, core.kv_heads)
-    return {"heads": core.heads, "kv_heads": core.kv_heads, "both": both}[by]
+    return {"heads": core.heads, "kv_heads": core.kv_heads, "both": both}[unit]
 
 
-def network(entries: tuple[ParamInfo, ...], expert: bool) -> tuple[int, int, bool] | None:
-    """Return width and inputs of the entries' networks, and True if gated; None if not known.
+def find_ffn_sizes(entries: tuple[ParamInfo, ...], expert: bool) -> tuple[int, int, bool] | None:
+    """Return width, number of inputs, and True if gated, of the FFN of `entries`; None if unknown.
 
-    expert: of one expert, or of the network that all tokens use. A width of 0: there is none.
+    expert: the FFN of one expert, else the one that all tokens use. Width 0: there is none.
     """
     own = [e for e in entries if e.kind == "ffn" and (e.expert is not None) == expert]
     own = [e for e in own if len(e.shape) == 2 and e.tp_dim is not None]

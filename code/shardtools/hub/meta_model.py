@@ -1,6 +1,6 @@
 """transformers' own class for a configuration, built on meta: all shapes, and no numbers.
 
-Loads torch and transformers. No code from a file is run, and nothing is downloaded (`offline`).
+Loads torch and transformers. No code from a file is run, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from .kinds import setting
+from .layer_kinds import get_setting
 
 # Names on the hub that differ from transformers' name.
-ALIASES = {
+MODEL_TYPE_ALIASES = {
     "kimi_k2": "deepseek_v3",
     "minimax_m3": "minimax_m3_vl",
     "minimax_text_01": "minimax",
@@ -33,25 +33,26 @@ ALIASES = {
 }
 
 
-def configured(given: dict[str, Any]) -> PreTrainedConfig:
-    """Return the configuration that a config.json describes; code that it names is not run."""
-    kind = ALIASES.get(given["model_type"], given["model_type"])
+def build_config(given: dict[str, Any]) -> PreTrainedConfig:
+    """Return the configuration that a config.json describes, without running code that it names."""
+    kind = MODEL_TYPE_ALIASES.get(given["model_type"], given["model_type"])
     if kind not in CONFIG_MAPPING:
-        words = f"transformers {transformers.__version__} has no class of that name"
+        words = f"transformers {transformers.__version__} has no such class"
         raise ValueError(f"model_type={given['model_type']!r}: {words}")
     found = CONFIG_MAPPING[kind].from_dict({**given, "model_type": kind})
     text = found.get_text_config()
-    heads, pairs = (setting(text, f"num_{what}_heads") for what in ("attention", "key_value"))
-    plain = isinstance(heads, int) and isinstance(pairs, int) and not setting(text, "kv_lora_rank")
-    if plain and pairs and heads % pairs:
-        words = f"allowed are divisors of num_attention_heads={heads}"
-        raise ValueError(f"num_key_value_heads={pairs}: {words}")
+    heads = get_setting(text, "num_attention_heads")
+    kv_heads = get_setting(text, "num_key_value_heads")
+    plain = isinstance(heads, int) and isinstance(kv_heads, int)
+    if plain and kv_heads and heads % kv_heads and not get_setting(text, "kv_lora_rank"):
+        words = f"must divide num_attention_heads={heads}"
+        raise ValueError(f"num_key_value_heads={kv_heads}: {words}")
     return found
 
 
 @contextmanager
-def offline() -> Iterator[None]:
-    """Download nothing, warn of nothing, and keep the caller's random state, in this context."""
+def stay_offline() -> Iterator[None]:
+    """Download nothing, print no warnings, and keep the random state, in this context."""
     verbosity = transformers.logging.get_verbosity()
     with (
         mock.patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True),
@@ -65,7 +66,7 @@ def offline() -> Iterator[None]:
             transformers.logging.set_verbosity(verbosity)
 
 
-def build(config: PreTrainedConfig, **plugged: str) -> nn.Module:
+def build_model(config: PreTrainedConfig, **stubs: str) -> nn.Module:
     """Build the model on meta: AutoModelForCausalLM's class, or else the image-text class."""
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if type(config) in mapping:
@@ -73,9 +74,9 @@ def build(config: PreTrainedConfig, **plugged: str) -> nn.Module:
             model = found[0] if isinstance(found, tuple | list) else found
             break
     else:
-        words = "transformers has no causal model of it"
+        words = "must have a causal model in transformers"
         raise ValueError(f"model_type={config.model_type!r}: {words}")
     if model.config_class is config.sub_configs.get("text_config"):  # the class is for text only
         config = config.get_text_config()
     with torch.device("meta"):
-        return model._from_config(config, dtype=torch.bfloat16, **plugged)
+        return model._from_config(config, dtype=torch.bfloat16, **stubs)

@@ -14,20 +14,20 @@
 # ---
 
 # %% [markdown]
-# # Pipeline parallelism: a model cut by layers, and who works when
+# # Pipeline parallelism: stages, micro-batches and schedules
 #
 # After this lesson you can
 #
-# - cut a model by layers over ranks, and say why that alone makes nothing faster;
-# - write GPipe and 1F1B as loops, run them on real ranks bit for bit equal to one process, and predict their bubble and their memory;
-# - read and simulate the schedules that idle less, down to zero bubble, and compare them with PyTorch's own;
-# - choose the number of stages and of micro-batches, balance the stages, and find a deadlock before it happens.
+# - cut a model by layers over ranks, and explain why this alone does not shorten a step;
+# - write GPipe and 1F1B as loops, run them on real ranks with gradients bitwise equal to one process, and predict their bubble and memory;
+# - read and simulate schedules with a smaller bubble, down to zero, and compare them with PyTorch's;
+# - choose the numbers of stages and micro-batches, balance the stages, and find deadlocks before a run.
 #
-# You need one thing from [Memory](memory.md): what it says about activations.
+# You need the activations section of [Memory](memory.md).
 #
-# Before you start, a number. A model does not fit on your GPU, so you buy three more and cut it into four stages.
-# Now it fits. A step takes as long as before, on four times the hardware: each GPU works 25 % of the time.
-# This lesson is about the other 75 %.
+# A model does not fit on your GPU, so you buy three more and cut it into four stages.
+# Now the model fits, but a step takes as long as on one GPU that is large enough: each of the four works 25 % of the time.
+# This lesson shortens the other 75 %, in which each GPU waits.
 #
 # ```{quiz} cuts-before
 # ```
@@ -64,7 +64,7 @@ SHAPE = Config(seq=64, layers=8, heads=2, hidden=64, tied=False)
 
 
 def build_model(shape=SHAPE, device=None):
-    """The same GPT at every call, whole; on the rank's device, or on another."""
+    """Build the same whole GPT at every call, on the rank's device or on `device`."""
     torch.manual_seed(0)
     return GPT(shape).to(device or ranks.device())
 
@@ -84,14 +84,14 @@ def make_pipeline(name, microbatches, model=None, chunks=None, **options):
 
 
 # %% [markdown]
-# ## Four GPUs, of which one works
+# ## Naive pipeline: one stage works at a time
 #
-# Each of $p$ ranks holds a *stage*: some consecutive layers with their gradients and optimizer states, and nothing of the others.
+# Each of $p$ ranks holds a *stage*: consecutive layers with their gradients and optimizer states.
 #
 # ![A model of an embedding, eight blocks, a LayerNorm and a head, cut into four stages, one for each rank: rank 0 has the embedding and blocks 1 and 2, rank 1 blocks 3 and 4, rank 2 blocks 5 and 6, rank 3 blocks 7 and 8, the LayerNorm and the head. Each rank holds weights, gradients and optimizer states of its own stage alone. Activations pass from each rank to the next, and their gradients come back.](../figures/pipeline_cut.svg)
 #
 # A stage can do two things. *Forward*: take activations from the stage before, compute, and send the result on. *Backward*: take a gradient from the stage after, compute, and send the gradient of the input back.
-# This class is all that a pipeline needs. The received activations are a leaf of autograd's graph: after backward their gradient is in `x.grad`, and that is sent back.
+# This class implements both. The received activations `x` are a leaf of autograd's graph: after backward, `x.grad` holds their gradient, which is sent to the previous stage.
 
 # %%
 class Stage:
@@ -125,10 +125,10 @@ class Stage:
 
 
 # %% [markdown]
-# Sends are begun, and waited for at the end of the step. `pipeline.split_model` divides the blocks among the stages.
-# A training step is then an *order* of forwards and backwards over $m$ pieces of the batch, the *micro-batches*.
+# Sends are asynchronous: `run_step` waits for them at the end of the step. `pipeline.split_model` divides the blocks among the stages.
+# A training step splits the batch into $m$ *micro-batches*, and runs their forwards and backwards in some *order*.
 # `message_spec` gives the shape of a message, $[b, S, h]$: a micro-batch's $b$ sequences of $S$ tokens, each with $h$ numbers, the hidden size.
-# The simplest order takes one micro-batch after the other, as gradient accumulation does; with $m = 1$ the piece is the whole batch.
+# The simplest order takes one micro-batch after the other, as gradient accumulation does. With $m = 1$ the micro-batch is the whole batch.
 
 # %%
 def loop_over_pieces(stage, pieces):
@@ -154,16 +154,16 @@ gradients = ranks.run(train_step, 4, loop_over_pieces, 1)
 print("parameters on each rank:", [len(found) for found in gradients])
 
 # %% [markdown]
-# It computes what one process computes, to the bit:
+# The gradients are bitwise equal to those of one process:
 
 # %% tags=["hide-input"]
-# Holds the plain pipeline's gradients against one process
+# Compares the plain pipeline's gradients with one process
 
 EXACT = ranks.choose_backend(4)[1] == "cpu"  # a GPU's kernels may add in another order
 
 
 def alone(m):
-    """On one rank: gradients of the whole model, micro-batch after micro-batch."""
+    """The whole model's gradients on one rank, summed over the micro-batches."""
     model, (tokens, targets) = build_model(), make_batch(8)
     for x, y in zip(tokens.chunk(m), targets.chunk(m), strict=True):
         (loss(model(x), y) / m).backward()
@@ -171,7 +171,7 @@ def alone(m):
 
 
 def compare_with_one_process(gradients, m):
-    """The largest difference of what the ranks have, each of its own part."""
+    """The largest difference between the ranks' gradients and one process's."""
     want, found = ranks.run(alone, 1, m)[0], {}
     for mine in gradients:
         found |= mine
@@ -187,28 +187,28 @@ for m in (1, 4):
     print(f"m = {m}: gradients differ from one process by {apart}")
 
 # %% [markdown]
-# But each block needs the output of the block before, so only one rank has work at a time. Step through it, with the whole batch as micro-batch 0:
+# But each block needs the previous block's output, so only one rank works at a time. Step through such a step, with the whole batch as micro-batch 0:
 #
 # :::{step-through} The whole batch at once on four stages
 # 1. ![Time 0 to 1. Stage 0: forward 0; then holds 0. Stage 1: idle; then holds nothing. Stage 2: idle; then holds nothing. Stage 3: idle; then holds nothing.](../figures/steps/pipeline_naive_1.svg)
 #
-#    A forward takes 1, a backward 2. Stage 0 computes its blocks on the whole batch.
+#    A forward takes 1 unit of time, a backward 2. Stage 0 computes its blocks on the whole batch.
 #
 # 2. ![Time 1 to 2. Stage 0: idle; then holds 0. Stage 1: forward 0; then holds 0. Stage 2: idle; then holds nothing. Stage 3: idle; then holds nothing.](../figures/steps/pipeline_naive_2.svg)
 #
-#    Stage 0 sends its activations on, and has nothing more to do. It keeps what its backward will need.
+#    Stage 0 sends its output to stage 1, and idles. It keeps the activations that its backward will need.
 #
 # 3. ![Time 2 to 3. Stage 0: idle; then holds 0. Stage 1: idle; then holds 0. Stage 2: forward 0; then holds 0. Stage 3: idle; then holds nothing.](../figures/steps/pipeline_naive_3.svg)
 #
-#    Stage 2 computes, and three wait.
+#    Stage 2 computes, and the other three wait.
 #
 # 4. ![Time 3 to 4. Stage 0: idle; then holds 0. Stage 1: idle; then holds 0. Stage 2: idle; then holds 0. Stage 3: forward 0; then holds 0.](../figures/steps/pipeline_naive_4.svg)
 #
-#    The last stage has the loss.
+#    The last stage computes the loss.
 #
 # 5. ![Time 4 to 6. Stage 0: idle; then holds 0. Stage 1: idle; then holds 0. Stage 2: idle; then holds 0. Stage 3: backward 0; then holds nothing.](../figures/steps/pipeline_naive_5.svg)
 #
-#    Backward begins where forward has ended. What this stage kept is free again.
+#    Backward begins on the last stage, which then frees the activations it kept.
 #
 # 6. ![Time 6 to 8. Stage 0: idle; then holds 0. Stage 1: idle; then holds 0. Stage 2: backward 0; then holds nothing. Stage 3: idle; then holds nothing.](../figures/steps/pipeline_naive_6.svg)
 #
@@ -220,13 +220,13 @@ for m in (1, 4):
 #
 # 8. ![Time 10 to 12. Stage 0: backward 0; then holds nothing. Stage 1: idle; then holds nothing. Stage 2: idle; then holds nothing. Stage 3: idle; then holds nothing.](../figures/steps/pipeline_naive_8.svg)
 #
-#    Each stage has worked 3 of 12: 25 %. Then all make the optimizer's step.
+#    Each stage has worked 3 of 12 units of time: 25 %. Then all stages run the optimizer's step.
 # :::
 #
-# This is such a step with a clock on each rank:
+# This is the same step, measured on each rank:
 
 # %% tags=["hide-input", "measured"]
-# Draws a measured step, and says which fraction of it a stage works
+# Draws a measured step, and prints the fraction of it that a stage works
 
 
 def run_naive(microbatches):
@@ -253,15 +253,15 @@ show.figure(
 
 
 # %% [markdown]
-# Micro-batches gain nothing yet. The first stage has done its forward of micro-batch 0, and could go on with micro-batch 1.
-# But next in the loop is the *backward* of micro-batch 0, and its gradient has to come back from the last stage first.
-# What is needed is another order: a *schedule*. The time in which a stage waits is the *bubble*.
+# Micro-batches alone do not make the step faster. The first stage has finished its forward of micro-batch 0, and could start micro-batch 1.
+# But the next pass in the loop is the *backward* of micro-batch 0, which waits for a gradient from the last stage.
+# The order of passes, called the *schedule*, has to change. The fraction of a step in which a stage waits is the *bubble*.
 #
 # ![Three timelines of four stages on one axis. The whole batch at once: one stage computes at a time, and each is busy 25 % of the time. Four micro-batches in a loop, forward and backward of one before the next begins: still one stage at a time, still 25 %. GPipe, forwards of all four and then backwards of all four: stages overlap, each is busy 57 % of the time, and the step takes less than half as long.](../figures/pipeline_microbatches.svg)
 #
 # ## GPipe: all forwards, then all backwards
 #
-# GPipe {cite}`huang2019gpipe` makes two loops of the one:
+# GPipe {cite}`huang2019gpipe` replaces that loop by two loops, one of forwards and one of backwards:
 
 # %%
 def gpipe(stage, pieces):
@@ -273,24 +273,24 @@ def gpipe(stage, pieces):
 gradients = ranks.run(train_step, 4, gpipe, 8)
 
 # %% [markdown]
-# How long is its bubble? With $f$ seconds for a forward and $g$ for a backward, a stage works for $m(f + g)$ seconds.
+# How large is its bubble? If a forward takes $f$ seconds and a backward $g$, a stage works for $m(f + g)$ seconds.
 # The last of the $p$ stages starts $p-1$ forwards late. After its last backward, $p-1$ more backwards follow until the first stage is done. So a step takes $(m+p-1)(f+g)$, and
 #
 # $$
 # \text{bubble} = \frac{p-1}{m+p-1} .
 # $$
 #
-# Papers also divide by the work alone, which gives $(p-1)/m$ {cite}`narayanan2021megatron`. Here a bubble is a fraction of the step.
+# Some papers divide the idle time by the working time, which gives $(p-1)/m$ {cite}`narayanan2021megatron`; this course divides by the whole step.
 #
 # `````{admonition} Checked: "four micro-batches on four stages keep GPUs 75 % busy"
 # :class: checked
 #
 # It is $m/(m+p-1) = 4/7 = 57\,\%$: the pipeline has to fill *and* to drain. ($3/4$ is $(p-1)/m$, idle time over work.)
-# The next cell measures it on four ranks whose layers *sleep* instead of computing: layers that compute would wait for a free core of this machine, and not for each other. Messages and order are real.
+# The next cell measures the busy fraction on four ranks whose layers *sleep* instead of computing: this machine has too few cores for four ranks to compute at once. Messages and their order are real.
 # `````
 
 # %% tags=["hide-input", "measured"]
-# Holds GPipe's gradients against one process, and measures its bubble
+# Compares GPipe's gradients with one process, and measures its bubble
 
 UNIT = 0.02  # seconds for each of forward, backward of the input, of the weights
 
@@ -321,12 +321,12 @@ show.check_timing(abs(busy - 4 / 7) < 0.1, "busy for 4/7 of the step, within 10 
 
 
 # %% [markdown]
-# More micro-batches make the bubble smaller. Their price is memory: when the last forward is done, each stage holds the activations of *all* $m$.
+# More micro-batches make the bubble smaller, but cost memory: after the last forward, each stage holds the activations of *all* $m$ micro-batches.
 #
 # ## 1F1B: the same bubble, less memory
 #
-# A backward frees what its forward kept. So run it as early as possible: once micro-batch 0 has come back, alternate *one forward, one backward* {cite}`narayanan2021megatron`.
-# Stage $s$, counted from 0, runs $p-1-s$ forwards ahead, and then holds at most $p-s$ micro-batches, however large $m$ is. Three loops, for warm-up, steady state and cool-down:
+# A backward frees the activations that its forward kept. So 1F1B runs each backward as early as possible: after a stage's first backward, it alternates *one forward, one backward* {cite}`narayanan2021megatron`.
+# Stage $s$, counted from 0, starts with $p-1-s$ forwards, and never holds more than $p-s$ micro-batches, however large $m$ is. The code has three loops: warm-up, steady state and cool-down:
 
 # %%
 def one_f_one_b(stage, pieces):
@@ -344,13 +344,13 @@ def one_f_one_b(stage, pieces):
 gradients = ranks.run(train_step, 4, one_f_one_b, 8)
 
 # %% [markdown]
-# Here it is, with the passes of each step in a thick outline:
+# In these pictures, the passes of each step have a thick outline:
 #
 # :::{step-through} 1F1B on four stages, six micro-batches
 # 1. ![Time 0 to 1. Stage 0: forward 0; then holds 0. Stage 1: idle; then holds nothing. Stage 2: idle; then holds nothing. Stage 3: idle; then holds nothing.](../figures/steps/pipeline_1.svg)
 #
-#    A forward takes 1, a backward 2. Stage 0 begins, and the others have nothing to do.
-#    What a forward keeps for its backward is counted below.
+#    A forward takes 1 unit of time, a backward 2. Stage 0 begins, and the others idle.
+#    Below, each stage lists the micro-batches whose activations it holds.
 #
 # 2. ![Time 1 to 4. Stage 0: forward 1, forward 2, forward 3; then holds 0, 1, 2, 3. Stage 1: forward 0, forward 1, forward 2; then holds 0, 1, 2. Stage 2: forward 0, forward 1; then holds 0, 1. Stage 3: forward 0; then holds 0.](../figures/steps/pipeline_2.svg)
 #
@@ -358,19 +358,19 @@ gradients = ranks.run(train_step, 4, one_f_one_b, 8)
 #
 # 3. ![Time 4 to 6. Stage 0: idle; then holds 0, 1, 2, 3. Stage 1: idle; then holds 0, 1, 2. Stage 2: idle; then holds 0, 1. Stage 3: backward 0; then holds nothing.](../figures/steps/pipeline_3.svg)
 #
-#    Micro-batch 0 has reached the last stage, and its backward begins at once. When it ends, stage 3 frees what it kept. The others wait.
+#    Micro-batch 0 has reached the last stage, and its backward begins at once. After that backward, stage 3 frees the micro-batch's activations. The others wait.
 #
 # 4. ![Time 6 to 10. Stage 0: idle; then holds 0, 1, 2, 3. Stage 1: backward 0; then holds 1, 2. Stage 2: backward 0, forward 2, backward 1; then holds 1, 2. Stage 3: forward 1, backward 1, forward 2; then holds 2.](../figures/steps/pipeline_4.svg)
 #
-#    The backward of micro-batch 0 goes from stage to stage. Once a stage has done it, it alternates: one forward, one backward.
+#    The backward of micro-batch 0 goes from stage to stage. After this backward, a stage alternates: one forward, one backward.
 #
 # 5. ![Time 10 to 13. Stage 0: backward 0, forward 4; then holds 1, 2, 3, 4. Stage 1: forward 3, backward 1; then holds 2, 3. Stage 2: backward 1, forward 3, backward 2; then holds 2, 3. Stage 3: backward 2, forward 3; then holds 3.](../figures/steps/pipeline_5.svg)
 #
-#    It has reached stage 0, which frees micro-batch 0 and takes in micro-batch 4 for it. It holds four, as before.
+#    Stage 0 runs the backward of micro-batch 0, frees its activations, and starts micro-batch 4. It still holds four.
 #
 # 6. ![Time 13 to 16. Stage 0: backward 1, forward 5; then holds 2, 3, 4, 5. Stage 1: forward 4, backward 2; then holds 3, 4. Stage 2: backward 2, forward 4, backward 3; then holds 3, 4. Stage 3: backward 3, forward 4; then holds 4.](../figures/steps/pipeline_6.svg)
 #
-#    In the middle no stage idles, and none holds more than it did.
+#    In the steady state no stage idles, and none holds more than before.
 #
 # 7. ![Time 16 to 19. Stage 0: backward 2; then holds 3, 4, 5. Stage 1: forward 5, backward 3; then holds 4, 5. Stage 2: backward 3, forward 5, backward 4; then holds 4, 5. Stage 3: backward 4, forward 5; then holds 5.](../figures/steps/pipeline_7.svg)
 #
@@ -378,17 +378,17 @@ gradients = ranks.run(train_step, 4, one_f_one_b, 8)
 #
 # 8. ![Time 19 to 22. Stage 0: backward 3; then holds 4, 5. Stage 1: backward 4; then holds 5. Stage 2: backward 4, backward 5; then holds 5. Stage 3: backward 5; then holds nothing.](../figures/steps/pipeline_8.svg)
 #
-#    The pipeline drains, as it was filled. Stage 3 is the first to be done.
+#    The pipeline drains. Stage 3 is the first to finish.
 #
 # 9. ![Time 22 to 27. Stage 0: backward 4, backward 5; then holds nothing. Stage 1: backward 5; then holds nothing. Stage 2: backward 5; then holds nothing. Stage 3: idle; then holds nothing.](../figures/steps/pipeline_9.svg)
 #
-#    The step takes 27, and each stage has computed for $6 \cdot 3 = 18$. The bubble is a third: $(p-1)/(m+p-1) = 3/9$, as for GPipe.
+#    The step takes 27 units, of which each stage computes for $6 \cdot 3 = 18$. The bubble is a third: $(p-1)/(m+p-1) = 3/9$, as for GPipe.
 # :::
 #
-# All three orders compute what one process computes, here with eight micro-batches on four ranks. The table says how many micro-batches the first and the last stage keep for backward, how many bytes they hold at the peak, and how long a step takes when all stages sleep equally long.
+# All three orders give the gradients of one process, here with eight micro-batches on four ranks. The table shows how many micro-batches the first and the last stage keep for backward, their bytes at the peak, and the time of a step when all stages sleep equally long.
 
 # %% tags=["hide-input", "measured"]
-# Table: the three orders, what they hold and how long they take
+# Table: activations and step times of the three orders
 
 
 def measure_plain_peak(order, m):
@@ -426,17 +426,17 @@ assert first[loop_over_pieces] < first[one_f_one_b] < first[gpipe]
 head = ["order", "stage 0 keeps", "holds (MB)", "stage 3 keeps", "holds (MB)"]
 head += ["step: predicted (ms)", "measured (ms)"]
 show.table(
-    rows, head, caption="What a stage keeps, in micro-batches, and what it holds"
+    rows, head, caption="Micro-batches and bytes that a stage keeps, and step times"
 )
 
 # %% [markdown]
-# GPipe and 1F1B idle equally long: the same pipeline is filled and drained. What 1F1B buys is room for a larger $m$, and *that* makes the bubble smaller.
+# GPipe and 1F1B idle equally long, since both fill and drain the pipeline once. 1F1B saves memory, which allows a larger $m$, and the larger $m$ makes the bubble smaller.
 #
 # ![GPipe above 1F1B, four stages and eight micro-batches: both take the same time and have the same bubble. At its fullest each stage of GPipe holds activations of 8 micro-batches, those of 1F1B of 4, 3, 2 and 1.](../figures/pipeline_memory.svg)
 #
 # ## A schedule as a list
 #
-# The plain orders call `forward` and `backward`. The module writes the same loops into a list instead: `F2` is the forward of micro-batch 2, `B2` its backward.
+# The orders above call `forward` and `backward`. `shardlab.pipeline` writes the same loops as a list instead: `F2` is the forward of micro-batch 2, `B2` its backward.
 
 # %%
 show.source(pipeline.schedule_gpipe, pipeline.schedule_1f1b)
@@ -448,40 +448,40 @@ show.source(pipeline.schedule_gpipe, pipeline.schedule_1f1b)
 print(pipeline.make_schedule("1f1b", 4, 6))
 
 # %% [markdown]
-# A list can be judged, simulated and drawn before anything runs, and one executor runs them all. What follows are more lists.
+# A list can be validated, simulated and drawn before anything runs, and one executor runs every list.
 #
 # ### Interleaving: less bubble, more messages
 #
-# To fill a pipeline takes $p-1$ forwards of a whole stage. So give each rank several smaller pieces of the model.
+# Filling the pipeline takes $p-1$ forwards of a whole stage. To shorten them, give each rank several smaller pieces of the model.
 # Cut the model into $p \cdot v$ *chunks* of consecutive layers, $v$ for each rank: rank $s$ gets chunks $s$, $s+p$, $s+2p$, …
 # A rank's stage is then its $v$ chunks together. (In code `parts` is $p \cdot v$, and `chunks` is $v$.)
 #
 # ![Which chunks of a model four stages hold. One each: chunks 0 to 3 in order. A loop of two each: stage 0 has chunks 0 and 4, stage 1 chunks 1 and 5, and so on; after chunk 3 a micro-batch goes back to stage 0. A V of two each: stage 0 has chunks 0 and 7, stage 3 chunks 3 and 4; at the turn the micro-batch stays on its stage, and it ends on the stage where it began.](../figures/pipeline_placement.svg)
 #
-# A chunk takes $1/v$ of a stage's time, and so does filling: the bubble is $\frac{p-1}{vm+p-1}$. The price is about $v$ times the messages, since each micro-batch goes round $v$ times, and somewhat more activations.
+# A chunk takes $1/v$ of a stage's time, so filling takes $1/v$ of the time, too: the bubble is $\frac{p-1}{vm+p-1}$. The price is about $v$ times the messages, since each micro-batch passes all ranks $v$ times, and somewhat more activations.
 #
 # ![1F1B above interleaved 1F1B with two chunks for each of four stages, eight micro-batches. Boxes are half as long and twice as many, the ramps at both ends are half as long, and the bubble falls from 27 % to 16 %.](../figures/pipeline_interleaved.svg)
 #
-# ### Zero bubble: a backward is two
+# ### Zero bubble: a backward in two parts
 #
-# Backward of $y = xW$ is two products: $\partial x = \partial y\, W^\top$ and $\partial W = x^\top \partial y$. The stage before waits for $\partial x$. Nobody waits for $\partial W$ until the optimizer steps.
-# So a backward `B` is split into `I`, of the input, which runs as early as possible, and `W`, of the weights, which runs when there is nothing else to do {cite}`qi2024zerobubble`.
+# The backward of $y = xW$ is two products: $\partial x = \partial y\, W^\top$ and $\partial W = x^\top \partial y$. The previous stage waits for $\partial x$, but only the optimizer needs $\partial W$.
+# So a backward `B` is split into `I`, the input's gradient, which runs as early as possible, and `W`, the weights' gradients, which run when the stage would idle {cite}`qi2024zerobubble`.
 #
 # ![Four schedules on one axis, four stages and eight micro-batches, with forward and both halves of the backward equally long. 1F1B: bubble 27 %, holds up to 4; ZB-H1: bubble 11 %, holds up to 4; ZB-H2: bubble 0 %, holds up to 7; ZB-V: bubble 0 %, holds up to 4 micro-batches. Where the backward is split, its weights’ part fills what used to be gaps.](../figures/pipeline_zero_bubble.svg)
 #
-# With $F$, $I$ and $W$ seconds for the three,
+# If the three passes take $F$, $I$ and $W$ seconds:
 #
-# - *ZB-H1* puts `W` at the end, where the pipeline drains. 1F1B idles $(p-1)(F+I+W)$ seconds; $(p-1)(F+I-W)$ are left, a third if all three take equally long. Every stage now holds $p$ micro-batches; under 1F1B only the first does.
-# - *ZB-H2* also fills the beginning, with more forwards: $(p-1)(F+I-2W)$ are left, which is nothing if all three take equally long. The price is $2p-1$ micro-batches held.
-# - *ZB-V* gets to nothing with 1F1B's memory. Its two chunks lie in a V: the first rank holds the first chunk *and the last*, so the first backward begins on the rank where the first forward began.
+# - *ZB-H1* moves `W` to the end, where the pipeline drains. 1F1B idles $(p-1)(F+I+W)$ seconds, ZB-H1 $(p-1)(F+I-W)$: a third of that if all three take equally long. Every stage holds $p$ micro-batches; under 1F1B only the first does.
+# - *ZB-H2* also fills the beginning, with more forwards. It idles $(p-1)(F+I-2W)$ seconds, zero if all three take equally long, but holds up to $2p-1$ micro-batches.
+# - *ZB-V* idles zero seconds, too, with the memory of 1F1B. Each rank has two chunks, placed in a V: the first rank holds the first chunk *and the last*, so the first backward begins on the rank where the first forward began.
 #
-# Three kinds of passes are easier to write in steps than in loops: in every step a stage does one pass of each kind, and each kind begins at a step of its own. The interleaved schedule is made in the same way.
+# `order_in_steps` writes three kinds of passes in steps: in every step a stage runs one pass of each kind, and `begins` gives the step at which each kind starts. The interleaved schedule is made in the same way.
 
 # %%
 show.source(pipeline.schedule_zb_h1, pipeline.schedules.order_in_steps)
 
 # %% [markdown]
-# Autograd computes both products at once. This function, put in the place of each `nn.Linear` of a stage, returns the first and leaves the second for later. (LayerNorms and embeddings compute both at once as before: theirs are cheap.)
+# Autograd computes both products at once. This function replaces each `nn.Linear` of a stage; its backward returns $\partial x$ and defers $\partial W$. (LayerNorms and embeddings still compute both at once, because theirs are cheap.)
 
 # %%
 show.source(deferred._Linear)
@@ -489,19 +489,19 @@ show.source(deferred._Linear)
 # %% [markdown]
 # ### Predict a step before it runs
 #
-# A simulator knows only this: a pass begins when its stage is free and what it needs has arrived.
+# The simulator has one rule: a pass begins when its stage is free and its inputs have arrived.
 
 # %%
 show.source(pipeline.simulate)
 
 # %% [markdown]
-# The table compares it with the formulas, for $p = 4$, $m = 8$ and equal times. "Held" is the most activations on stages 0 to 3, in micro-batches.
+# The table compares the simulator with the formulas, for $p = 4$, $m = 8$ and equal times. "Held" is the peak of activations on stages 0 to 3, in micro-batches.
 #
 # ```{predict}
 # :row: 1f1b
 # :column: simulated (%)
 #
-# What part of the time, in %, does a stage wait under 1F1B?
+# For what percentage of the step does a stage wait under 1F1B?
 # ```
 
 # %% tags=["hide-input"]
@@ -532,15 +532,15 @@ show.table(rows, [*head, "held", "messages sent by stage 1"])
 # `````{admonition} Checked: "zero bubble: no GPU ever waits"
 # :class: checked
 #
-# The paper counts each stage from *its own* first action to its own last. In that sense ZB-H2 has no bubble: stages start and end one after the other, and so does the next step.
-# Where all have to end together, the ramps are back: column *if all end together*. Clipping by the norm of all gradients is such an end. (The paper steps first and checks the norm afterwards, section 4.)
+# The paper measures each stage from *its own* first action to its own last. By that definition ZB-H2 has no bubble: stages start and end one after the other, and start the next step in the same order.
+# If all stages have to end together, they wait at the beginning and the end: column *if all end together*. Clipping by the global gradient norm forces this. (The paper runs the optimizer first and checks the norm afterwards, section 4.)
 # `````
 #
-# From the times that the paper measured on A100s (its Table 9) the same simulator gives the paper's bubble rates (its Table 5), to the last digit printed.
-# The cell does it for four of its rows, [a test](../tests/test_pipeline_schedules.py) for all.
+# Given the pass times that the paper measured on A100s (its Table 9), the simulator reproduces the paper's bubble rates (its Table 5), to the last printed digit.
+# The cell checks four rows of that table, [a test](../tests/test_pipeline_schedules.py) all of them.
 
 # %% tags=["hide-input"]
-# Holds the simulator against published bubble rates
+# Compares the simulator with published bubble rates
 
 # p, m; F, I, W, hop in ms (Table 9); rates of 1F1B, ZB-H1, ZB-H2 (Table 5)
 PUBLISHED = [
@@ -563,15 +563,15 @@ for p, m, times, rates in PUBLISHED:
     print(f"p = {p:2}, m = {m}:   {shown}")
 
 # %% [markdown]
-# For your own times there is a command, which prints the bubble and draws the timeline in your terminal.
-# Its `--hop` is the time that a message takes from one stage to the next:
+# For your own times, this command prints the bubble and draws the timeline in your terminal.
+# `--hop` is the time of a message from one stage to the next:
 #
 # ```bash
 # python -m shardlab schedule 1f1b --stages 8 --microbatches 24 \
 #     --forward 18.522 --backward-input 18.086 --backward-weight 9.337 --hop 0.601
 # ```
 #
-# On the course's site the command has a form: there your browser runs it, and nothing is installed.
+# This form runs the command in your browser:
 #
 # :::{calculator} schedule
 # :name: zb-h1
@@ -579,10 +579,10 @@ for p, m, times, rates in PUBLISHED:
 # :microbatches: 8
 # :::
 #
-# ## Neighbours that both want to send
+# ## Deadlock: two neighbours both send first
 #
-# In the steady state of 1F1B a stage has activations for the next stage, while that one has a gradient for it.
-# The plain stage begins its sends and goes on. Suppose sends waited until they are received, as `dist.send` may:
+# In the steady state of 1F1B, a stage wants to send activations to the next stage, while the next stage wants to send a gradient back.
+# The plain stage sends asynchronously. Suppose that each send waited until it is received, as `dist.send` may:
 
 # %%
 late = pipeline.schedule_gpipe(2, 2), pipeline.schedule_1f1b(2, 2)
@@ -598,15 +598,15 @@ for schedule in late:
 
 
 # %% [markdown]
-# Both send first, and neither receives. To begin both sends without waiting does not help where the ranks talk through nccl.
-# In one group nccl takes the messages between two ranks in the order in which each rank began them. Both began with a send; each send waits for a receive that stands behind the other's send.
-# gloo lets it pass. Such code works on a laptop and hangs on a cluster.
+# Both stages send first, and neither receives. With nccl, asynchronous sends do not help.
+# Within one group, nccl runs the messages between two ranks in the order in which each rank posted them. Both ranks posted a send first, so each send waits for a receive that the other rank posted after its own send.
+# gloo does not have this limit: such code works on a laptop and hangs on a cluster.
 #
-# The *parity rule* solves it: even stages send first and then receive, odd stages receive first. Of two neighbours one is even, so every send meets a receive. Here each rank swaps its number with both neighbours:
+# The *parity rule* avoids the deadlock: even stages send first and then receive, odd stages receive first. One of two neighbours is even, so every send meets a receive. Here each rank exchanges its rank number with both neighbours:
 
 # %%
 def swap(out, peer):
-    """Send `out` to a neighbour, and return what it sends; all calls wait."""
+    """Send `out` to a neighbour, and return the neighbour's tensor; all calls wait."""
     into = torch.empty_like(out)
     if dist.get_rank() % 2 == 0:
         ranks.isend(out, peer).wait()
@@ -626,43 +626,43 @@ def swap_with_both():
 print(*ranks.run(swap_with_both, 4))
 
 # %% [markdown]
-# Two more ways lead there. `dist.batch_isend_irecv` hands both messages to nccl at once, and they set off together; this is what Megatron does in 1F1B, and what `ranks.exchange` does in a ring.
-# Or the two directions get a group each, so that neither waits for the other. The plain stage does so with `down` and `up`. So does the module, which posts its receives early, before it has anything to send in the other direction.
+# There are two more solutions. `dist.batch_isend_irecv` gives both messages to nccl at once, and nccl runs them together. Megatron does so in 1F1B, and `ranks.exchange` in a ring.
+# Or each direction gets its own group, so that neither waits for the other. The plain stage does so with `down` and `up`. `shardlab.pipeline` does, too, because it posts receives before it has anything to send in the other direction.
 #
-# ## On real ranks: the core
+# ## The executor on real ranks
 #
-# Where a stage's list posts its messages decides how fast the pipeline is, and whether it ends at all.
+# The positions of messages in a stage's list decide how fast the pipeline is, and whether it deadlocks.
 
 # %%
 print(*pipeline.make_schedule("1f1b", 4, 4).actions[1])
 
 # %% [markdown]
-# `RF1` posts the receive of the activations that `F1` needs, `SF0` sends what `F0` made; `RB` and `SB` are the same for gradients. None of them waits: the pass that needs a message waits for it.
+# `RF1` posts the receive of the input of `F1`, and `SF0` sends the output of `F0`; `RB` and `SB` are the same for gradients. These four do not block: the pass that needs a message waits for it.
 # A receive is posted *one pass before* the pass that needs it, so its message overlaps with that pass:
 #
 # ![A stage that alternates forward and backward, twice. Above, each receive is posted when its compute is due: the transfer runs while the stage waits. Below, each receive is posted one compute earlier: the transfer overlaps with that compute, and the stage never waits.](../figures/pipeline_messages.svg)
 #
-# Only the order says which receive a message belongs to: nccl ignores tags. So between two stages receives are posted in the order of the sends.
+# nccl ignores tags, so it matches messages to receives by order alone. Receives between two stages therefore have the order of the sends.
 
 # %%
 show.source(pipeline.add_messages)
 
 # %% [markdown]
-# The executor is one loop over the list, and waits in one place.
+# The executor is one loop over the list, and waits for messages at one line.
 
 # %%
 show.source(core.Pipeline.step, core.Pipeline._begin_step, core.Pipeline._end_step)
 
 # %% [markdown]
-# Its passes are those of the plain stage. Three things are new: an output that has been sent is freed, since backward needs its place in autograd's graph and not its numbers;
-# a micro-batch's loss is weighted by its number of targets (those of −100 do not count), so that gradients are those of the batch's mean even if $m$ does not divide the batch;
-# and a backward may leave the weights' gradients for later.
+# `StagePasses` has the passes of the plain stage, with three additions: an output that has been sent is freed, since backward needs its node in autograd's graph and not its values;
+# a micro-batch's loss is weighted by its number of targets (not counting −100), so that the gradients are those of the mean over the batch even if $m$ does not divide it;
+# and a backward may defer the weights' gradients.
 
 # %%
 show.source(core.StagePasses)
 
 # %% [markdown]
-# Messages stand in one table, each under its action: first `POSTED`, then `RECEIVED`; or first `MADE`, then `SENT`. Sent activations are freed, too, once their gradient has come back: then they have certainly arrived.
+# `Mailbox` keeps messages in a dictionary by action, with a state: `POSTED`, then `RECEIVED`; or `MADE`, then `SENT`. It also frees sent activations when their gradient arrives, because then the activations have been received.
 
 # %%
 show.source(
@@ -676,7 +676,7 @@ show.source(
 )
 
 # %% [markdown]
-# Connections come last. nccl connects a pair of ranks at their first message, and both wait until the connection is made. So a pipeline makes all of them before it begins, in one order for all ranks. Two stages that share a tied weight exchange its gradients, the lower one sending first: they may be any two, so parity would not do.
+# nccl connects two ranks at their first message, and both wait for the connection. So a pipeline connects all pairs before it starts, in the same order on all ranks. Two stages that share a tied weight exchange its gradients, and the lower stage sends first: both may be even, so the parity rule would not work.
 
 # %%
 show.source(
@@ -684,7 +684,7 @@ show.source(
 )
 
 # %% [markdown]
-# What this gains over the plain stage, in the same two schedules: bytes at the peak on stage 0, and the time of a step of sleeping stages, over a link on which a message takes half as long as a forward.
+# The table compares this executor (core) with the plain stage in the same two schedules: bytes at the peak on stage 0, and the step time of sleeping stages over a link on which a message takes half as long as a forward.
 
 # %% tags=["hide-input", "measured"]
 # Table: the plain stage and the core on a slow link
@@ -693,7 +693,7 @@ HOP = UNIT / 2  # seconds; the link has latency, and ample bandwidth
 
 
 def measure_core_peak(name, m):
-    """The same for a step of the core."""
+    """On a rank: bytes held at the peak of a step of `Pipeline`, beyond weights and batch."""
     mine, (tokens, targets) = make_pipeline(name, m), make_batch(8)
     with count.track_memory(*mine.parts, tokens, targets) as held:
         before = held.current_bytes
@@ -739,20 +739,20 @@ head = [
 show.table(rows, head)
 
 # %% [markdown]
-# ## Bit for bit what one process computes
+# ## Bitwise equality with one process
 #
-# One process goes through the same micro-batches one after another, and adds their gradients up. The pipeline must compute the same, whatever the schedule.
-# The cell trains for five steps of AdamW on 4 stages, with fewer micro-batches than stages, as many, and more. It takes batches of six sequences, which four micro-batches do not divide equally.
+# The reference is one process that runs the same micro-batches one after another, and adds up their gradients. The pipeline must give the same gradients with every schedule.
+# The cell trains for five steps of AdamW on 4 stages, with 2, 4 and 6 micro-batches. A batch has six sequences, so four micro-batches are unequal.
 
 # %% tags=["hide-input"]
-# Holds all schedules against one process over five steps
+# Compares all schedules with one process over five steps
 
 SMALL = replace(SHAPE, seq=16, hidden=32, bias=False)
 MICRO = (2, 4, 6)
 
 
 def train_reference(shape, dtype, micro, at_once=False):
-    """By m: losses, gradients of the last step, weights after five."""
+    """Losses, gradients of the last step and weights after five steps, for each m."""
     found = {}
     for m in micro:
         model = build_model(shape).to(dtype)
@@ -778,7 +778,7 @@ def train_reference(shape, dtype, micro, at_once=False):
 
 
 def compare_with_reference(name, shape, dtype, reference):
-    """On a rank: by m, largest difference in gradients and in weights."""
+    """On a rank: the largest difference in gradients and in weights, for each m."""
     found = []
     for m, (losses, tensors) in reference.items():
         mine = make_pipeline(name, m, build_model(shape).to(dtype))
@@ -824,10 +824,10 @@ for which, what in enumerate(("gradients", "weights")):
     )
 
 # %% [markdown]
-# Every product has the same operands and every sum the same order ([the tests](../tests/test_pipeline.py) do it on 1 and 2 stages, too). In two cases the sums or products differ:
+# They are equal because every product has the same operands and every sum the same order ([the tests](../tests/test_pipeline.py) cover 1 and 2 stages, too). In two cases the sums or products differ:
 #
-# - with *tied* weights, embedding on the first stage and head on the last, there are two copies, whose gradients both stages add once per step: $(a + b) + (c + d)$ where one process has $((a + b) + c) + d$;
-# - against one process that takes the whole batch *at once*: its matrix products have more rows, and may add in another order.
+# - with *tied* weights, the first stage (embedding) and the last (head) each hold a copy. The two stages add its gradients once per step, $(a + b) + (c + d)$; one process adds $((a + b) + c) + d$;
+# - compared with one process that runs the whole batch *at once*: its matrix products have more rows, and may add in another order.
 
 # %% tags=["hide-input"]
 # Table: the two cases that differ, in float32 and in float64
@@ -851,20 +851,20 @@ for case, tied, at_once in (
 show.table(rows, ["1F1B on 4 stages", "type", "gradients", "weights after five steps"])
 
 # %% [markdown]
-# In float64 both shrink by as many digits as float64 has more: so they are rounding, and no mistake. With dropout, ranks draw other masks than one process would.
+# In float64 both differences shrink by about nine digits, as the precision does, so they are rounding errors. With dropout, ranks draw other masks than one process would.
 #
 # ## What it costs
 #
 # ### Time
 #
-# The table compares the simulator with four ranks whose stages sleep. In the last two rows a slow link is emulated: a hop takes 10 ms, half of a forward.
+# The table compares the simulator with four ranks whose stages sleep. The last two rows emulate a slow link: a *hop*, a message between two stages, takes 10 ms, half of a forward.
 
 # %% tags=["hide-input", "measured"]
 # Table: steps of sleeping stages, simulated and measured
 
 
 def run_sleeping_steps(names, microbatches, wire=None):
-    """On a rank: of each schedule, with stages that sleep, the shorter of two steps."""
+    """On a rank whose stage sleeps: the shorter of two steps, for each schedule."""
     found = {}
     for name in names:
         group = link.create_slow_group(*wire) if wire else dist.group.WORLD
@@ -905,8 +905,8 @@ show.table(
 )
 
 # %% [markdown]
-# With slow hops 1F1B takes longer than GPipe, which waits for each hop once in forward and once in backward. A stage that alternates waits round after round for a message that its neighbour could not send earlier.
-# So hops have to be short beside a forward, or stages need to run further ahead.
+# With slow hops 1F1B takes longer than GPipe, which waits for a hop once while filling and once while draining. In 1F1B, a stage waits in every alternation for a message that its neighbour could not send earlier.
+# So hops must be short compared with a forward, or stages must run more forwards in the warm-up.
 #
 # Here is the interleaved step, simulated and measured:
 
@@ -928,7 +928,7 @@ show.figure(
 # %% [markdown]
 # ### Memory
 #
-# A stage holds $1/p$ of the model states, give or take embedding and head. Its activations are what its layers keep for one micro-batch, times the micro-batches *in flight* (forward done, backward not), plus one layer's temporaries.
+# A stage holds about $1/p$ of the model states; embedding and head make stages unequal. Its activations are those that its layers keep for one micro-batch, times the micro-batches *in flight* (forward done, backward not), plus one layer's temporaries.
 
 # %%
 def predict_peak(name, stage, m, again):
@@ -947,7 +947,7 @@ def predict_peak(name, stage, m, again):
 
 
 # %% [markdown]
-# The table compares this with every byte that each of four ranks held, counted:
+# The table compares this prediction with the bytes that each of four ranks held:
 
 # %% tags=["hide-input", "measured"]
 # Table: activations at the peak by stage, predicted and counted
@@ -993,7 +993,7 @@ head = [f"{name}: {column}" for name in ("GPipe", "1F1B") for column in columns]
 show.table(rows, ["stage", *head], caption="Activations at the peak of a step, m = 8")
 
 # %% [markdown]
-# GPipe's own remedy is recomputation: keep only the *input* of each block, and compute the rest again in backward ([Memory](memory.md)). On stage 0:
+# GPipe's authors reduce activations by recomputation: keep only the *input* of each block, and recompute the rest in backward ([Memory](memory.md)). On stage 0:
 
 # %% tags=["hide-input", "measured"]
 # Table: recomputation on stage 0, bytes and time
@@ -1013,11 +1013,11 @@ head = ["schedule", "activations", "predicted (MB)", "measured (MB)", "differenc
 show.table(rows, [*head, "step (forwards of a stage)"])
 
 # %% [markdown]
-# GPipe's activations shrink to a sixth, and what it holds comes near 1F1B's. A step takes a third longer; the bubble stays the same fraction of it.
+# GPipe's activations shrink to a sixth, close to 1F1B's. A step takes a third longer; the bubble stays the same fraction of the step.
 #
 # ### Messages and bytes
 #
-# Activations go one way and gradients the other: with a batch of $B$ sequences, $2\,v\,B\,S\,h$ elements leave an inner stage in a step, however large $m$ is. Data parallelism sends the gradients of all $P$ parameters, however large the batch is.
+# Activations go one way and gradients the other: with a batch of $B$ sequences, an inner stage sends $2\,v\,B\,S\,h$ elements in a step, for any $m$. Data parallelism sends the gradients of all $P$ parameters, for any batch size.
 
 # %% tags=["hide-input"]
 # Table: messages and bytes that a stage sends, predicted and counted
@@ -1047,11 +1047,11 @@ head = ["sent by stage 1 in a step", "m", "messages", "predicted (MB)", "counted
 show.table(rows, head, caption="Batch of 8 sequences of 64 tokens, h = 128")
 
 # %% [markdown]
-# So a pipeline sends less than data parallelism below $P/h$ tokens in a step: 2 million for Llama 3 8B.
+# So a pipeline sends less than data parallelism if a step has fewer than $P/h$ tokens: 2 million for Llama 3 8B.
 #
 # ### Balance
 #
-# The slowest stage sets the pace of all. And the head, a product with the whole vocabulary, costs as much as several layers. Llama 3 8B has 32 layers. With times in units of one layer, the head counted with the last:
+# The slowest stage determines the time of the step. The head, a product with the whole vocabulary, costs as much as several layers. Llama 3 8B has 32 layers. `costs` is each layer's time in units of one layer, the last including the head:
 
 # %%
 sizes = memory.count_rank_parameters(PRESETS["llama-3-8b"])
@@ -1061,7 +1061,7 @@ costs = [1.0] * 31 + [1.0 + HEAD]
 print("the head costs", round(HEAD, 2), "layers:", pipeline.balance_layers(costs, 4))
 
 # %% [markdown]
-# `balance_layers` finds the cut whose slowest part is fastest; an exercise below asks you for it. The table says what it gains, on stages that sleep for so long:
+# `balance_layers` finds the cut whose slowest stage is fastest; you write it in an exercise below. The table compares it with an even cut, on stages that sleep for these times:
 
 # %% tags=["hide-input", "measured"]
 # Table: an even cut and a balanced one, simulated and measured
@@ -1081,7 +1081,7 @@ def time_uneven_step(seconds):
 
 
 cuts = {
-    "as many layers each": [8] * 4,
+    "equal layers": [8] * 4,
     "balance_layers(costs, 4)": pipeline.balance_layers(costs, 4),
 }
 rows = []
@@ -1115,7 +1115,7 @@ head = [
 show.table(rows, head)
 
 # %% [markdown]
-# Memory is uneven, too: with 1F1B the first stage holds the most activations, and the last one the logits.
+# Memory is uneven, too: with 1F1B the first stage holds the most activations, and the last stage the logits.
 #
 # ### How to choose m and p
 #
@@ -1124,11 +1124,11 @@ show.table(rows, head)
 # `````{admonition} Checked: "with four times as many micro-batches as stages the bubble is negligible"
 # :class: checked
 #
-# GPipe's authors found it so {cite}`huang2019gpipe`, with recomputation that begins before the gradient has come. By itself $m = 4p$ leaves $(p-1)/(5p-1)$, 16 % for 4 stages and 20 % for very many; see the next cell. For 5 % you need $m = 19\,(p-1)$.
+# GPipe's authors measured a negligible bubble {cite}`huang2019gpipe`, because a stage recomputed activations while it waited for the gradient. Without that, $m = 4p$ leaves a bubble of $(p-1)/(5p-1)$: 16 % for 4 stages, up to 20 % for many. For 5 % you need $m = 19\,(p-1)$.
 # `````
 
 # %% tags=["hide-input"]
-# Holds the bubble for m = 4p against the formula
+# Compares the bubble for m = 4p with the formula
 
 for p in (2, 4, 8, 16):
     names = {
@@ -1149,17 +1149,17 @@ for p in (2, 4, 8, 16):
     )
 
 # %% [markdown]
-# **Stages.** As few as let the model fit: every stage more adds to the bubble.
+# **Stages.** Use as few as the model fits on: every further stage adds to the bubble.
 #
-# **Micro-batches.** As many as the batch gives, $m = B/(d \cdot b)$ with $d$ copies of the pipeline: choose $b$, the sequences of a micro-batch, small, down to where products get too small to keep a GPU busy.
-# Large jobs have less choice than it seems. 1,024 sequences and 64 copies leave 16 for a pipeline; with $b = 1$ and $p = 8$ the bubble is 7/23 = 30 %.
+# **Micro-batches.** Use many: $m = B/(d \cdot b)$ with $d$ copies of the pipeline and $b$ sequences in a micro-batch. Choose $b$ small, but large enough that matrix products keep a GPU busy.
+# Large jobs have little choice. A batch of 1,024 sequences over 64 copies leaves 16 sequences for each pipeline; with $b = 1$ and $p = 8$ the bubble is 7/23 = 30 %.
 #
-# **Schedule.** 1F1B first. When the bubble hurts and $m$ cannot grow, interleave, if hops are short beside a chunk's forward; or split the backward.
+# **Schedule.** Start with 1F1B. If the bubble is too large and $m$ cannot grow, interleave, provided that hops are short compared with a chunk's forward; or split the backward.
 #
 # (pipeline-torch)=
-# ## PyTorch's pipelines beside ours
+# ## Comparison with PyTorch's pipelining
 #
-# `torch.distributed.pipelining` has a `PipelineStage` around a stage's module, and a class for each schedule. The first cell puts the same chunks into it.
+# `torch.distributed.pipelining` wraps each stage's module in a `PipelineStage`, and has a class for each schedule. This cell gives it the same chunks.
 
 # %%
 TORCHS = {
@@ -1194,10 +1194,10 @@ def make_torch_pipeline(name, m, model, **options):
     return step, nn.ModuleList(parts[i] for i in numbers)
 
 # %% [markdown]
-# The table times both, in turn, and compares the gradients of the last step.
+# The table compares the step times of both, measured in turn, and the gradients of the last step.
 
 # %% tags=["hide-input", "measured"]
-# Table: gradients and seconds of ours beside torch's
+# Table: gradients and step times, ours and torch's
 
 
 def compare_with_torch(names, rounds, m):
@@ -1245,8 +1245,8 @@ head = [
 show.table(rows, head, caption="Two ranks, loopback, m = 4")
 
 # %% [markdown]
-# The bits are the same, and the times are close. [The benchmark](../benchmarks/pipeline.py) measures it with more care, on two and four ranks and on a slow link, where it matters that receives are posted early.
-# The same things have several names:
+# The gradients are bitwise equal, and the times are close. [The benchmark](../benchmarks/pipeline.py) measures the times with more care, on two and four ranks and on a slow link, where posting receives early matters.
+# The names differ:
 #
 # | here | PyTorch | Megatron |
 # |---|---|---|
@@ -1257,17 +1257,17 @@ show.table(rows, head, caption="Two ranks, loopback, m = 4")
 # | `interleaved` | `ScheduleInterleaved1F1B` | with virtual stages |
 # | $m$ | `n_microbatches` | $B/(d \cdot b)$ |
 #
-# DeepSpeed's `PipelineModule(layers, num_stages)` runs 1F1B alone, and calls $m$ `gradient_accumulation_steps`.
+# DeepSpeed's `PipelineModule(layers, num_stages)` has one schedule, 1F1B, and calls $m$ `gradient_accumulation_steps`.
 #
 # `````{admonition} Checked: "wrap an nn.Sequential in torch.distributed.pipeline.sync.Pipe"
 # :class: checked
 #
-# Tutorials still say so. The module is gone: it was deprecated in March 2024 ([pull request 121464](https://github.com/pytorch/pytorch/pull/121464)) and then removed ([127354](https://github.com/pytorch/pytorch/pull/127354)). Its successor is `torch.distributed.pipelining`, which came from a project of its own, PiPPy.
-# It is not the same with another name: `Pipe` was GPipe in *one* process over several GPUs, its successor is one process for each stage.
+# Tutorials still recommend it. The module was deprecated in March 2024 ([pull request 121464](https://github.com/pytorch/pytorch/pull/121464)) and then removed ([127354](https://github.com/pytorch/pytorch/pull/127354)). Its successor is `torch.distributed.pipelining`, formerly a separate project, PiPPy.
+# The successor works differently: `Pipe` ran GPipe in *one* process over several GPUs, `pipelining` runs one process for each stage.
 # `````
 
 # %% tags=["hide-input"]
-# Says which of the two modules this version of torch has
+# Checks which of the two modules this version of torch has
 
 gone = importlib.util.find_spec("torch.distributed.pipeline") is None
 there = [name for name in dir(pipelining) if name.startswith("Schedule")]
@@ -1283,7 +1283,7 @@ assert gone and {"ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"} <= 
 # `````{admonition} Checked: "DeepSpeed's pipeline goes with any ZeRO stage"
 # :class: checked
 #
-# With stage 1 alone, besides 0. Stages 2 and 3 scatter gradients after every micro-batch, and a pipeline adds them up over $m$ of them: $m$ times the messages ([ZeRO](zero.md)). The next cell asks DeepSpeed's own engine.
+# It works with stages 0 and 1 only. Stages 2 and 3 reduce-scatter gradients after every micro-batch, so a pipeline's $m$ micro-batches would need $m$ times the messages ([ZeRO](zero.md)). The next cell tries all three in DeepSpeed's own engine.
 # `````
 
 # %% tags=["hide-input"]
@@ -1314,19 +1314,19 @@ for zero in (0, 1, 2):
     assert trains == (zero < 2)
 
 # %% [markdown]
-# ## With data parallelism
+# ## Pipeline and data parallelism together
 #
 # A pipeline of $p$ stages on $N$ ranks leaves room for $d = N/p$ copies. Ranks that hold the same stage in different copies are *replicas*, and average their gradients.
-# When? Once, after the last micro-batch: the gradient of a step is the sum over all of them. The core does it at the end of `step`, with one all-reduce for each parameter:
+# They do so once, after the last micro-batch, because the gradient of a step is the sum over all micro-batches. `Pipeline` averages at the end of `step`, with one all-reduce for each parameter:
 
 # %%
 show.source(core.Pipeline._end_step, average_gradients)
 
 # %% [markdown]
-# Two copies of a two-stage pipeline, held against one process:
+# Two copies of a two-stage pipeline, compared with one process:
 
 # %% tags=["hide-input"]
-# Holds two copies of two stages against one process
+# Compares two copies of two stages with one process
 
 
 def compare_two_by_two(m):
@@ -1367,15 +1367,15 @@ for m in (2, 8):
     print(f"  {calls} all-reduces for {parameters} parameters")
 
 # %% [markdown]
-# However many micro-batches there are, each parameter has one all-reduce. A wrapper around each stage that averages after every micro-batch would send $m$ times as much.
-# (Larger messages would be better still: the buckets of [Data parallelism](data_parallel.md).)
+# Each parameter has one all-reduce, however many micro-batches there are. A wrapper that averages after every micro-batch would send $m$ times as much.
+# (Fewer, larger messages would be faster: the buckets of [Data parallelism](data_parallel.md).)
 #
 # ## What goes wrong
 #
 # ### Two stages, two schedules
 #
-# One node starts with an old configuration. Stage 0 loops naively and wants gradient 0 before it goes on; stage 1 runs GPipe and wants both activations before it gives a gradient back.
-# Each list is right by itself. `validate` goes through both as ranks would:
+# One node starts with an old configuration. Stage 0 runs the naive loop and waits for gradient 0 before its second forward; stage 1 runs GPipe and waits for both activations before it sends a gradient.
+# Each list alone is correct. `validate` follows both as the ranks would:
 
 # %%
 mixed = pipeline.parse_schedule("F0 B0 F1 B1", "F0 F1 B0 B1")
@@ -1385,10 +1385,10 @@ except ValueError as error:
     print(error)
 
 # %% [markdown]
-# Without it the ranks hang. With a timeout of five seconds, this is what it looks like:
+# Without `validate`, the ranks hang. With a timeout of five seconds, they stop with this message:
 
 # %% tags=["hide-input"]
-# Runs the two schedules unchecked, until the timeout names who waits
+# Runs the two schedules unchecked, until the timeout names the waiting ranks
 
 
 def run_unchecked(schedule):
@@ -1409,11 +1409,11 @@ else:
     raise AssertionError("this was meant to hang")
 
 # %% [markdown]
-# The message names both ranks and where they are: in `step`, waiting. With nccl the default timeout is ten minutes.
+# The message names both ranks and the line at which they wait. With nccl the default timeout is ten minutes.
 #
 # ### Two messages swapped
 #
-# Worse is what does not hang. Here stage 1 posts its first two receives in the wrong order. All sizes fit.
+# This mistake is worse, because nothing hangs. Stage 1 posts its first two receives in the wrong order, and both messages have the same size.
 
 # %%
 right = pipeline.schedule_gpipe(2, 2)
@@ -1422,7 +1422,7 @@ swapped = replace(right, explicit_actions=(right.actions[0], (two, one, *others)
 print("stage 1:", *swapped.actions[1])
 
 # %% [markdown]
-# The losses of the right schedule and of the wrong one, and what `validate` says:
+# The losses of the right and the wrong schedule, and the message of `validate`:
 
 # %% tags=["hide-input"]
 # Runs both schedules unchecked, and validates the wrong one
@@ -1436,15 +1436,15 @@ except ValueError as error:
     print(textwrap.fill(str(error), 90))
 
 # %% [markdown]
-# No error, and a loss that looks like one. Activations of one half of the batch meet the targets of the other, and the model is trained on pairs that do not belong together.
-# Only a comparison with one process shows it, or `validate`.
+# There is no error, and the loss looks plausible. But the last stage pairs activations of one half of the batch with targets of the other half, and the model learns from these wrong pairs.
+# Only a comparison with one process, or `validate`, shows the mistake.
 #
 # ### A stage that raises
 #
-# The others wait for messages that never come. `ranks.run` names the rank that raised, and not those that waited for it; under `torchrun` the *first* error by time is the one that counts.
+# The other stages wait for messages that never come. `ranks.run` names the rank that raised, not the ranks that waited for it. Under `torchrun`, look for the *earliest* error.
 
 # %% tags=["hide-input"]
-# Lets stage 2 raise, and prints whom the run names
+# Makes stage 2 raise, and prints the rank that the error names
 
 
 def run_failing_stage():
@@ -1472,7 +1472,7 @@ else:
 # %% [markdown]
 # ### Gradients m times too large, or too small
 #
-# Each micro-batch's loss is a mean over its own sequences, so their gradients add up to $m$ times the right one. Torch's schedules divide by $m$ (`scale_grads=True`). If you divide the loss as well, as gradient accumulation does, you divide twice.
+# Each micro-batch's loss is a mean over its own sequences, so the micro-batches' gradients add up to $m$ times the right gradient. Torch's schedules divide by $m$ (`scale_grads=True`). If you divide the loss as well, as gradient accumulation does, you divide twice.
 
 # %% tags=["hide-input"]
 # Compares gradients divided by torch, by nobody, and twice
@@ -1503,36 +1503,36 @@ for name, ratio in found.items():
     print(f"{name}: the gradient's norm is {ratio:.2f} of the right one")
 
 # %% [markdown]
-# AdamW hides both ([Data parallelism](data_parallel.md)); clipping does not. Compare the norm of the gradients in the first step with that of one process.
+# AdamW hides both mistakes ([Data parallelism](data_parallel.md)); clipping does not. Compare the gradient norm of the first step with that of one process.
 #
 # ## When to use it
 #
 # | for | against |
 # |---|---|
-# | Sends little: 0.5 MB from a stage in the step above, where data parallelism sends 9.9 MB | Waits: 27 % with 4 stages and 8 micro-batches, 16 % interleaved, 11 to 0 % with a split backward |
+# | Sends little: 0.5 MB from a stage in the step above, where data parallelism sends 9.9 MB | Has a bubble: 27 % with 4 stages and 8 micro-batches, 16 % interleaved, 11 to 0 % with a split backward |
 # | Divides weights, gradients and optimizer states by $p$ | Does not divide activations: stage 0 keeps $p$ micro-batches of $1/p$ of the layers |
-# | Computes what one process computes, to the bit | Wants equal layers: Llama's head is 2.4 of them, and with four stages an even cut makes a step 12 % longer than it must be |
-# | Any layer, as it is; ZB-V without a bubble at 1F1B's memory | A split backward changes every linear layer, and two chunks double the messages |
+# | Gradients are bitwise equal to one process's | Needs stages of equal time: Llama's head costs 2.4 layers, so with four stages an even cut makes a step 12 % longer than necessary |
+# | Works with any layer, unchanged; ZB-V has no bubble at 1F1B's memory | A split backward changes every linear layer, and two chunks double the messages |
 #
-# In a real job these show that it is set up right: the first loss and the first norm of the gradients equal those of one process; memory falls from the first stage to the last with 1F1B; with twice the micro-batches of the same size a step takes less than twice as long, by the bubble.
+# In a real job, three signs show a correct setup. The first loss and gradient norm equal those of one process. With 1F1B, memory falls from the first stage to the last. Twice as many micro-batches of the same size take less than twice as long, because the bubble does not grow.
 #
 # ```{admonition} On more GPUs
 # :class: note
 #
-# Stages that share a processor cannot work at the same time, so where this page shows time, its stages sleep instead of computing, or share the processor's cores.
-# A second GPU would give two stages that really compute at once: the measured bubble beside the predicted one, for true passes,
-# and messages that travel from GPU to GPU while both go on.
+# Stages that share a processor cannot compute at the same time, so where this page measures time, its stages sleep, or share the processor's cores.
+# On two GPUs, two stages would really compute at once: the page would compare measured and predicted bubbles for real passes,
+# and messages would travel from GPU to GPU while both compute.
 # ```
 #
 # ## Exercises
 #
-# Each exercise has a check; where ranks are needed, it runs your answer on real ones.
+# Each exercise has a check, which runs your answer on real ranks where it needs them.
 #
-# ```{exercise-start} How long do they wait? (easy)
+# ```{exercise-start} GPipe's bubble (easy)
 # :label: ex-pipeline-bubble
 # ```
 #
-# 8 stages run GPipe with 32 micro-batches; all stages take the same time.
+# Eight stages of equal time run GPipe with 32 micro-batches.
 # What fraction of the time is a stage idle, from the first stage's first forward to its last backward?
 
 # %%
@@ -1559,12 +1559,12 @@ check(answer, "pipeline_bubble")
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} What a stage holds (easy)
+# ```{exercise-start} Activations that a stage holds (easy)
 # :label: ex-pipeline-live
 # ```
 #
-# An order is given, such as `["F0", "F1", "B0", "B1"]`. How many micro-batches' activations does the stage hold at its fullest?
-# Where backward is split into `"I0"` and `"W0"`, activations are freed by the `W`.
+# `order` is a stage's list, such as `["F0", "F1", "B0", "B1"]`. Return the largest number of micro-batches whose activations the stage holds at the same time.
+# If the backward is split into `"I0"` and `"W0"`, the `W` frees the activations.
 
 # %%
 def my_live(order):
@@ -1601,13 +1601,13 @@ check(my_live)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} The order with chunks (medium)
+# ```{exercise-start} Interleaved 1F1B (medium)
 # :label: ex-pipeline-interleaved
 # ```
 #
 # Write the order of a stage in the interleaved schedule, for $m$ a multiple of $p$, as a list of strings: `"F5.1"` is the forward of micro-batch 5 through the stage's chunk 1.
 # Micro-batches go in groups of $p$. A group passes all chunks in turn, forward from chunk 0 up, backward from the last chunk down; then comes the next group.
-# Stage $s$ runs $2(p-1-s) + (v-1)p$ forwards ahead, or all that there are; then one forward, one backward; then what is left.
+# Stage $s$ starts with $2(p-1-s) + (v-1)p$ forwards, or all if there are fewer; then it alternates one forward, one backward; then the remaining backwards follow.
 
 # %%
 def my_interleaved(stage, stages, microbatches, chunks):
@@ -1626,7 +1626,7 @@ check(my_interleaved)
 # :class: dropdown
 # ```
 #
-# 1F1B's three loops, over lists that name chunks as well.
+# The solution is 1F1B's three loops, over lists whose actions name their chunk, too.
 
 # %%
 def my_interleaved(stage, stages, microbatches, chunks):
@@ -1674,7 +1674,7 @@ check(my_balance)
 # :class: dropdown
 # ```
 #
-# Try the place of the last cut; what comes before it is the same question with one part fewer.
+# Try every place of the last cut; the layers before it are the same problem with one part fewer.
 
 # %%
 def my_balance(costs, parts):
@@ -1697,11 +1697,11 @@ check(my_balance)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} 1F1B with calls that wait (hard)
+# ```{exercise-start} 1F1B with blocking messages (hard)
 # :label: ex-pipeline-1f1b
 # ```
 #
-# Write a step of 1F1B on one stage with no other messages than `send(tensor, peer)`, which returns when the other side has received, and `receive(like, peer)`, which returns a tensor of the form of `like` when it has come.
+# Write a step of 1F1B on one stage with two blocking calls: `send(tensor, peer)` returns when `peer` has received; `receive(like, peer)` waits for a tensor of the shape and dtype of `like`, and returns it.
 # `part` is this rank's module, from [b, h] to [b, h]; `x_BH` and `y_BH` are the whole batch of inputs and targets, the same on every rank; `m` divides it.
 # The loss is `F.mse_loss`, the mean over the whole batch. Leave the gradients in the parameters of `part`, and hold no more than $p - s$ micro-batches.
 
@@ -1722,8 +1722,8 @@ check(my_1f1b)
 # :class: dropdown
 # ```
 #
-# In the steady state, two neighbours exchange an output and a gradient: `swap` does both, and even stages send first.
-# A gradient that goes back and the next input that comes are such a pair, too, so the next input is received before the next forward.
+# In the steady state, two neighbours exchange an output and a gradient. `swap` sends one and receives the other; even stages send first.
+# A stage's gradient for the previous stage and its next input are such a pair, too, so `swap` exchanges them before the next forward.
 
 # %%
 def my_1f1b(part, x_BH, y_BH, m, stage, stages, send, receive):
@@ -1773,13 +1773,13 @@ check(my_1f1b)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} Who waits for ever? (hard)
+# ```{exercise-start} Find the deadlock (hard)
 # :label: ex-pipeline-deadlock
 # ```
 #
 # `orders` has a list for each stage, such as `[["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]]`.
-# A forward waits for the same forward on the stage before, a backward for the same backward on the stage after, and on the last stage for its own forward.
-# Return `{stage: action}`: the stages that wait for ever, and the action at which each waits. `{}` if all finish.
+# A forward waits for the same micro-batch's forward on the previous stage. A backward waits for its backward on the next stage; on the last stage, for its own forward.
+# Return `{stage: action}`: the stages that wait for ever, and the action at which each waits; `{}` if all finish.
 
 # %%
 def my_deadlock(orders):
@@ -1798,7 +1798,7 @@ check(my_deadlock)
 # :class: dropdown
 # ```
 #
-# Let every stage go on for as long as anything moves.
+# Advance every stage as far as it can go, and repeat until no stage moves.
 
 # %%
 def my_deadlock(orders):
@@ -1831,7 +1831,7 @@ check(my_deadlock)
 # :label: ex-pipeline-microbatches
 # ```
 #
-# 1F1B with `stages` stages; a step has `batch` sequences.
+# `stages` stages run 1F1B on `batch` sequences in a step.
 # Return the smallest $m$ that divides the batch, keeps the bubble at or below `bubble`, and lets the first stage hold activations of no more than `room` sequences; `None` if there is none. (The smallest, because large micro-batches compute faster.)
 
 # %%
@@ -1871,19 +1871,19 @@ check(my_microbatches)
 #
 # ## Summary
 #
-# - A model that is only cut by layers makes $p$ GPUs do the work of one; micro-batches in the right order leave a bubble of $\frac{p-1}{m+p-1}$.
+# - If a model is only cut by layers, one of $p$ GPUs works at a time; with $m$ micro-batches, GPipe and 1F1B have a bubble of $\frac{p-1}{m+p-1}$.
 # - 1F1B has GPipe's bubble and holds $p - s$ micro-batches on stage $s$ instead of $m$; so use 1F1B with a larger $m$.
-# - Interleaving divides the time to fill the pipeline by $v$ and multiplies messages by $v$; splitting the backward fills what is left.
-# - A schedule is a list for each stage: validate it, simulate it, and run that very list.
-# - Of two neighbours that both send, one receives first: by parity, in one batch, or with a group for each direction.
+# - Interleaving divides the time to fill the pipeline by $v$ and multiplies messages by $v$; a split backward fills the remaining gaps.
+# - A schedule is a list for each stage: validate and simulate the list before you run it.
+# - If two neighbours both send, avoid a deadlock by parity, one batch of both messages, or a group for each direction.
 # - The gradients equal one process's bit for bit; each micro-batch's loss is weighted by its fraction of the batch.
-# - The slowest stage sets the pace: count the head as layers. A pipeline sends less than data parallelism sends for gradients if a step has fewer than $P/h$ tokens.
+# - The slowest stage determines the step time: count the head as layers. A pipeline sends less than data parallelism if a step has fewer than $P/h$ tokens.
 #
 # ## Further reading
 #
 # - {cite:t}`huang2019gpipe`: micro-batches, recomputation, and the first table of speed over stages and micro-batches.
-# - {cite:t}`narayanan2019pipedream`: one forward, one backward, at first without waiting for the end of a step, with weights of several ages.
-# - {cite:t}`fan2021dapple`: 1F1B that waits, and so equals one process; with a planner for stages and replicas.
-# - {cite:t}`narayanan2021megatron`: interleaving, and how pipeline, tensor and data parallelism divide thousands of GPUs; section 3 is how to choose.
-# - {cite:t}`qi2024zerobubble`: the split backward; section 2 has the schedules made by hand, section 4 the optimizer step without waiting, section 6 the V.
-# - {cite:t}`deepseek2024v3`: DualPipe, which feeds the pipeline from both ends and hides the messages of experts.
+# - {cite:t}`narayanan2019pipedream`: the first 1F1B, asynchronous, with several versions of the weights.
+# - {cite:t}`fan2021dapple`: synchronous 1F1B, which equals one process, and a planner for stages and replicas.
+# - {cite:t}`narayanan2021megatron`: interleaving, and pipeline, tensor and data parallelism on thousands of GPUs; section 3 on how to choose.
+# - {cite:t}`qi2024zerobubble`: the split backward; hand-made schedules in section 2, the optimizer step without synchronization in section 4, ZB-V in section 6.
+# - {cite:t}`deepseek2024v3`: DualPipe, which feeds the pipeline from both ends and overlaps the messages of experts.

@@ -21,7 +21,7 @@ number("pipeline_bubble", _IDLE, rel=0.005,
        says=f"Right: {_P - 1} idle slots of {_M + _P - 1}, 17.9 %, forward as well as backward.",
        wrong={
     1 - _IDLE: "That is the share of the time in which a stage works.",
-    (_P - 1) / _M: "That is idle time beside working time; the whole step is both together.",
+    (_P - 1) / _M: "That is idle time over working time; divide by the whole step.",
 })  # fmt: skip
 
 
@@ -51,16 +51,16 @@ cases(
     },
 )
 
-_BACK = "A backward gives activations back; asked for is the most that is there at any time."
+_BACK = "A backward frees activations; return the largest number that is held at any time."
 
 
 def _lives() -> list[tuple[Any, ...]]:
     rows = [
-        ("F0 F1 F2 B0 B1 B2", 3, "Asked for is the most at any time, a number of micro-batches."),
+        ("F0 F1 F2 B0 B1 B2", 3, "Return the largest number of micro-batches at any time."),
         ("F0 B0 F1 B1 F2 B2", 1, _BACK),
         ("F0 F1 F2 B0 F3 B1 B2 B3", 3, _BACK),
-        ("F0 I0 F1 I1 W0 W1", 2, "W needs activations, too, so that I does not end them."),
-        ("F0 I0 W0 F1 I1 W1", 1, "Where backward is split there is no B. What ends them then?"),
+        ("F0 I0 F1 I1 W0 W1", 2, "W needs activations, too, so I does not free them."),
+        ("F0 I0 W0 F1 I1 W1", 1, "A split backward has no B. Which pass frees activations then?"),
         *((" ".join(order), 4 - s, _BACK) for s, order in enumerate(_orders("1f1b", 4, 12))),
         *((" ".join(order), 4, _BACK) for order in _orders("zb-h1", 4, 12)),
     ]
@@ -100,7 +100,7 @@ cases(
     lambda costs, parts: _slowest(costs, parts, pipeline.balance_layers(costs, parts)),
     call=lambda answer, costs, parts: _slowest(costs, parts, answer(costs, parts)),
     says="Right: no part slower than necessary, for 6 lists of layers.",
-    mistakes={"Layers are counted here; what has to be even is their time.": _even},
+    mistakes={"This balances the number of layers; balance their time.": _even},
     why=lambda job, got, want: f"That is the time of its slowest part, and {want} is possible.",
 )
 
@@ -183,7 +183,7 @@ def _room(seen: list[Seen]) -> str:
     ((2, 8), (2, 1), (4, 4)),
     work=_step_of_1f1b,
     rules=[_room],
-    says="Right: on 2 and 4 ranks the bits are those of one process, and 1F1B's memory is kept.",
+    says="Right: gradients equal one process's on 2 and 4 ranks, and memory is that of 1F1B.",
 )
 def _(size: int, m: int) -> Trial:
     mistakes = {
@@ -198,16 +198,16 @@ def _(size: int, m: int) -> Trial:
     return Trial([Part(f"with m = {m}, a gradient", right, mistakes, 1e-6)], size=size)
 
 
-_CIRCLE = "Forwards wait for the stage before, backwards for the one behind; name all that stand."
+_CIRCLE = "Forwards wait for the previous stage, backwards for the next; name all waiting stages."
 # Orders of the stages, the right answer (stage -> action that waits), a hint for a wrong answer.
 _DEADLOCKS: tuple[tuple[str, dict[int, str], str], ...] = (
     ("F0 B0 F1 B1", {}, 'It should be a dict, {} or such as {1: "B0"}; one stage never waits.'),
-    ("F0 F1 B0 B1 / F0 B0 F1 B1", {}, "All finish: who waits goes on once another has moved."),
+    ("F0 F1 B0 B1 / F0 B0 F1 B1", {}, "All finish: a waiting stage goes on once another moves."),
     ("F0 F1 B1 B0 / F0 F1 B0 B1", {}, "All finish: orders may differ if none waits in a circle."),
     ("F0 B0 F1 B1 / F0 F1 B0 B1", {0: "B0", 1: "F1"}, _CIRCLE),
-    ("F0 B0 F1 B1 / F1 F0 B0 B1", {0: "B0", 1: "F1"}, "All that wait are asked for, and where."),
+    ("F0 B0 F1 B1 / F1 F0 B0 B1", {0: "B0", 1: "F1"}, "Name all waiting stages, and the action."),
     ("F0 B0 / B0 F0", {0: "B0", 1: "B0"}, "On the last stage a backward waits for its forward."),
-    ("F0 B0 / F0 B0 / B0 F0", {0: "B0", 1: "B0", 2: "B0"}, "All that wait are asked for."),
+    ("F0 B0 / F0 B0 / B0 F0", {0: "B0", 1: "B0", 2: "B0"}, "Name all waiting stages."),
 )
 
 
@@ -227,14 +227,14 @@ _HELD = "1F1B's first stage holds up to p micro-batches, each of batch/m sequenc
 cases(
     "my_microbatches",
     (
-        ((4, 64, 0.21, 64), 16, "Asked for is the smallest m that divides the batch and fits."),
+        ((4, 64, 0.21, 64), 16, "Return the smallest m that divides the batch and fits."),
         ((4, 60, 0.21, 60), 12, _FRACTION),
         ((4, 64, 0.21, 8), 32, _HELD),
         ((8, 512, 0.11, 64), 64, _HELD),
         ((8, 4, 0.75, 4), 4, "With fewer micro-batches than stages it holds all, and no more."),
-        ((16, 96, 0.1, 96), None, "No m can do it: there are only 96 sequences."),
-        ((16, 1536, 0.055, 10), None, "No m can do it: 16 sequences are held if each is alone."),
+        ((16, 96, 0.1, 96), None, "No m works: there are only 96 sequences."),
+        ((16, 1536, 0.055, 10), None, "No m works: micro-batches of one sequence hold 16 already."),
         ((1, 8, 0.0, 8), 1, "One stage has no bubble."),
     ),
-    says="Right for 8 steps, two of which cannot be had.",
+    says="Right for 8 steps; for two of them no m exists.",
 )

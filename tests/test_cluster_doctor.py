@@ -199,7 +199,7 @@ def test_an_interface_that_is_not_there_leaves_the_links_out_and_a_setting_is_se
 # Ranks that do not answer.
 
 
-def test_a_rank_that_hangs_is_named_with_what_it_did(capsys, tmp_path, monkeypatch, leaves_nothing):
+def test_a_rank_that_hangs_is_named_with_what_it_did(capsys, tmp_path, monkeypatch, no_leftovers):
     limits = host_facts.read_limits
     monkeypatch.setattr(
         host_facts, "read_limits", lambda: time.sleep(99) if dist.get_rank() == 2 else limits()
@@ -228,7 +228,7 @@ def test_a_rank_that_fails_says_why_and_keeps_nobody_waiting(capsys, tmp_path, m
     assert "rank 1" in told and "RuntimeError: out of luck" in told and "and more" not in told
 
 
-def test_a_rank_that_dies_is_named(capsys, tmp_path, monkeypatch, leaves_nothing):
+def test_a_rank_that_dies_is_named(capsys, tmp_path, monkeypatch, no_leftovers):
     def kill_rank():
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)

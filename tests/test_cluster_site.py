@@ -220,7 +220,7 @@ def test_pages_are_made_for_the_site_that_one_line_names(tmp_path):
     assert book.build() != 0
     assert "cluster_file='" in book.log and "key 'accounts'" in book.log, book.log
     book.write("mine.yml", "name: mine\naccount: me\ncontainer: a.sif\nmodules: [CUDA]\n")
-    text = _read_page(book.built())
+    text = _read_page(book.build_checked())
     page = re.sub("<[^>]+>", "", text)
     assert "srun --account=me hostname\nsqueue --me" in page
     assert "#SBATCH --account=me" in page and "apptainer exec --nv" in page
@@ -229,7 +229,7 @@ def test_pages_are_made_for_the_site_that_one_line_names(tmp_path):
         (tmp_path / "mine.yml").read_text()
     )).adapt_batch_file((site.JOBS / "one.sbatch").read_text(), use_launcher=False)  # fmt: skip
     book.write("mine.yml", "account: you\n")  # a page is rebuilt when its centre changes
-    assert "#SBATCH --account=you" in re.sub("<[^>]+>", "", _read_page(book.built()))
+    assert "#SBATCH --account=you" in re.sub("<[^>]+>", "", _read_page(book.build_checked()))
 
 
 def _read_page(book):

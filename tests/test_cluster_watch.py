@@ -20,7 +20,7 @@ COLORS = show.RANK_COLORS
 
 
 @pytest.fixture
-def launcher_pid(leaves_nothing):
+def launcher_pid(no_leftovers):
     """Start a launcher with two ranks, one of which has started a process of its own."""
     script = "RANK=1 sh -c 'sleep 60 & wait' & RANK=0 sleep 60 & sleep 60 & wait"
     launcher = subprocess.Popen(["setsid", "sh", "-c", script])

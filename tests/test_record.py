@@ -114,7 +114,7 @@ def test_recording_that_was_edited_or_cut_does_not_hold(book):
 # --- Executing --------------------------------------------------------------------------------
 
 
-def test_recording_holds_code_cells_outputs_and_where_it_was_made(book, leaves_nothing):
+def test_recording_holds_code_cells_outputs_and_where_it_was_made(book, no_leftovers):
     lesson = build.execute("small", book.root)
     nbformat.validate(lesson)
     assert [cell.cell_type for cell in lesson.cells] == ["code", "code"]
@@ -135,7 +135,7 @@ def test_recording_holds_code_cells_outputs_and_where_it_was_made(book, leaves_n
         ("import os; os._exit(3)", "its kernel died"),
     ],
 )
-def test_failing_cell_is_named(book, cell, words, leaves_nothing):
+def test_failing_cell_is_named(book, cell, words, no_leftovers):
     meant = "```{code-cell} ipython3\n:tags: [raises-exception]\n\n1 / 0\n```\n"
     measures = f"```{{code-cell}} ipython3\n:tags: [measured]\n\n{cell}\n```\n"
     book.write("lessons/small.md", f"{HEADER}# T\n\n{meant}\n{measures}")
@@ -144,7 +144,7 @@ def test_failing_cell_is_named(book, cell, words, leaves_nothing):
     assert str(caught.value).startswith(f"lessons/small.md, code cell 2 of 2: {words}")
 
 
-def test_recording_counts_the_ranks_that_ran(book, root, leaves_nothing):
+def test_recording_counts_the_ranks_that_ran(book, root, no_leftovers):
     cell = "from shardlab import ranks\nranks.run(print, 2, device='cpu')\nranks.run(print, 3)"
     book.write("lessons/small.md", f"{HEADER}# T\n\n```{{code-cell}} ipython3\n{cell}\n```\n")
     (book.root / "code/shardlab").rename(book.root / "away")

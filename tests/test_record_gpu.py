@@ -95,7 +95,7 @@ def gpu(course, pretended):
 @pytest.mark.weekly("three calls of make gpu")
 @rehearsed
 @pytest.mark.timeout(600)  # a minute when the machine is quiet
-def test_from_a_call_without_time_to_what_is_carried_home(course, tmp_path, leaves_nothing, gpu):
+def test_from_a_call_without_time_to_what_is_carried_home(course, tmp_path, no_leftovers, gpu):
     status, said = gpu("fine", "--limit", "1")
     assert status == 3 and re.search(r"\blesson_fine +left", said), said
     status, said = gpu("fine")
@@ -168,7 +168,7 @@ def small(tmp_path):
     return Book(tmp_path / "small").root
 
 
-def test_a_program_at_its_limit_is_ended_with_all_that_it_started(tmp_path, leaves_nothing):
+def test_a_program_at_its_limit_is_ended_with_all_that_it_started(tmp_path, no_leftovers):
     pids = tmp_path / "pids"
     code = (
         "import os, signal, subprocess, time\n"

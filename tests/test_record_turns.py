@@ -59,7 +59,7 @@ def book(tmp_path, monkeypatch):
     return Book(tmp_path)
 
 
-def test_two_pages_go_beside_each_other_but_for_what_measures(book, leaves_nothing):
+def test_two_pages_go_beside_each_other_but_for_what_measures(book, no_leftovers):
     for name, other in (("small", "other"), ("other", "small")):
         kinds = ["plain", "measures", "plain", "plain", "measures", "plain"]
         cells = [noted("plain", met(name, other)), *map(noted, kinds)]

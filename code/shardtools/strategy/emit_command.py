@@ -62,7 +62,7 @@ def write_job(args: dict[str, Any], plan: Plan) -> str:
         limit_fields = {"partition": cluster.partition, **limit_fields}
     limits, steps = Limits(**limit_fields), DEFAULT_STEPS
     if "tokens" in args:
-        steps = -(-int(args["tokens"]) // (plan.adapt_batch_file * plan.seq))
+        steps = -(-int(args["tokens"]) // (plan.batch * plan.seq))
 
     candidate, _ = _find_fastest(engine, plan)
     target = Target.from_model(engine, plan.config, plan.machine, candidate.layout, plan.seq)

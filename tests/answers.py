@@ -94,11 +94,11 @@ TO_TENSOR = "    dist.all_reduce(loss, group=tensor_group)\n"
 TO_DATA = "    dist.all_reduce(loss, group=data_group)\n"
 
 
-ROWS: dict[str, tuple[Any, str]] = {
+WRONG_ANSWERS: dict[str, tuple[Any, str]] = {
     # zero
     "zero_bytes": (13e9 * 16, "stage 0"),
     "my_shard_bounds": (Swap("-(-elements // size)", "elements // size"), "belong to nobody"),
-    "my_mixed_step": (Swap("master -= lr", "master = master - lr"), "`master = …` gives the name"),
+    "my_mixed_step": (Swap("master -= lr", "master = master - lr"), "`master = …` binds the name"),
     "my_global_norm": (
         Swap("dist.all_reduce", "square.sqrt_()\n    dist.all_reduce", "square.sqrt()", "square"),
         "sum of the ranks' norms",
@@ -113,7 +113,7 @@ ROWS: dict[str, tuple[Any, str]] = {
     ),
     "my_joined_loss": (lambda s, n, g: s / n, "average of the ranks' own means"),
     "my_accumulate": (Swap("with model.no_sync():", "if True:"), "messages for"),
-    "my_micro_batches": (Swap(" - backward)", ")"), "let nothing overlap"),
+    "my_micro_batches": (Swap(" - backward)", ")"), "Nothing overlaps here"),
     # collectives
     "ring_bytes": (60, "average over the ranks"),
     "all_reduce_max": (
@@ -157,7 +157,7 @@ ROWS: dict[str, tuple[Any, str]] = {
     "my_context": (Swap("states + kept", "states / N + kept"), "divides no states"),
     # experts
     "experts_tokens": (300 * 256, "eight experts"),
-    "experts_wire": (WIRE, "does not leave it"),
+    "experts_wire": (WIRE, "do not leave the rank"),
     "my_admit": (
         Swap(
             "for c in range(chosen_TC.shape[1]):\n        for t in range(chosen_TC.shape[0]):",
@@ -166,12 +166,12 @@ ROWS: dict[str, tuple[Any, str]] = {
         "token by token",
     ),
     "my_exchange": (do_nothing, "returned None"),
-    "my_average": (Swap("own /= data", "own /= copies"), "four ranks brought tokens"),
+    "my_average": (Swap("own /= data", "own /= copies"), "the tokens came from four ranks"),
     "my_balancing": (Swap("dist.all_reduce(load_E, group=group)", "..."), "each rank's own tokens"),
     "my_expert_ranks": (Swap(" >= rows", " >= 0"), "Right is"),
     # sequence_parallel
     "sequence_bytes": (SBH * 13, "tensor parallelism alone"),
-    "my_summands": (Swap(" or name.endswith(late)", ""), "behind the reduce-scatter is missing"),
+    "my_summands": (Swap(" or name.endswith(late)", ""), "behind the reduce-scatter are missing"),
     "my_column": (
         Swap("dist.all_reduce(dx_BSH, group=ctx.group)", "..."),
         "this rank's part alone",
@@ -214,12 +214,12 @@ ROWS: dict[str, tuple[Any, str]] = {
     ),
     "my_network": (
         Swap("copy_to(scale, group)", "scale"),
-        "gradient of scale is not one process's",
+        "gradient of scale differs from one process's",
     ),
-    "type_plan": ({**PLAN, "copy_to forgotten": "gradients"}, "something cheaper does"),
+    "type_plan": ({**PLAN, "copy_to forgotten": "gradients"}, "something cheaper finds it"),
     # train
     "my_ddp_script": ("none.py", "must be a script"),
-    "my_fsdp_script": (SCRIPT / "core.py", "15 of 17 steps are made. Step 16, FSDP2"),
+    "my_fsdp_script": (SCRIPT / "core.py", "15 of 17 steps are done. Step 16, FSDP2"),
     "validation_filled_up": (5.5, "That is the right mean"),
     "my_mean": (Swap("[total, count]", "[total / max(count, 1), 1.0]"), "mean of the ranks' means"),
     "my_rest": (Swap("done * batch :", ":"), "read before the stop"),
@@ -256,7 +256,7 @@ ROWS: dict[str, tuple[Any, str]] = {
     "hang_order": ({"rank 0": "loss", "rank 1": "loss"}, "has finished all of its calls"),
     "hang_tensor": (
         {"runs": "tensor", "rank": 1, "collective": "all_gather", "line": 28},
-        "That is what it says",
+        "what the script claims",
     ),
     "cluster_culprit": (Swap("if all(", "if any("), "All links of rank 4 are slow"),
     "cluster_rounds": (
@@ -275,7 +275,7 @@ ROWS: dict[str, tuple[Any, str]] = {
     "deepspeed_cost": (2.5 * 50 / 3600, "All eight GPUs"),
     "deepspeed_log": (("tensor", 2048, 21.7), "would cut the matrices"),
     "my_accumulation": (Swap("if rest or not steps", "if False"), "Right is 'a ValueError'"),
-    "deepspeed_config": (SETTINGS, "when it is not told"),
+    "deepspeed_config": (SETTINGS, "is not set"),
     "my_choice": (Swap("0.7 * gpu", "gpu"), "70 % of a GPU"),
     # pipeline
     "pipeline_bubble": (32 / 39, "in which a stage works"),
@@ -283,12 +283,12 @@ ROWS: dict[str, tuple[Any, str]] = {
     "my_live": (Swap("return most", "return live"), "most at any time"),
     "my_balance": (
         Swap("return best(len(costs), parts)[1]", f"return {EVEN}"),
-        "Layers are counted here",
+        "balances the number of layers",
     ),
     "my_1f1b": (Swap(LAST, "F.mse_loss(out, y)"), "sum of 8 means is 8 times"),
     "my_deadlock": (
         Swap("if need[0] >= 0 and", 'if need[0] >= 0 and action[0] == "F" and'),
-        "name all that stand",
+        "name all waiting stages",
     ),
     "my_microbatches": (Swap("batch % m == 0 and ", ""), "divides the batch"),
     # memory
@@ -296,7 +296,7 @@ ROWS: dict[str, tuple[Any, str]] = {
     "largest_model": (5.0, "activations need their 20 GB"),
     "my_states_bytes": (
         Swap("gradient + master", "gradient"),
-        "have its float32 copy of the weights?",
+        "float32 copy of the weights counted?",
     ),
     "my_largest_batch": (
         Swap("return batch", "return max(batch, 1)"),
@@ -311,8 +311,8 @@ ROWS: dict[str, tuple[Any, str]] = {
     # mesh
     "my_groups": (Swap("return data,", "return data[::-1],"), "Right is"),
     "mesh_budget": ("--tp 2", "There are 6 ranks left"),
-    "my_norm": (Swap(SKIP, "True"), "and the twin as well"),
-    "my_mesh": (Swap("> limit", "> 1e99"), "a rank holds too much"),
+    "my_norm": (Swap(SKIP, "True"), "and the tied weight are counted"),
+    "my_mesh": (Swap("> limit", "> 1e99"), "a rank exceeds the limit"),
     # strategy
     "strategy_wire": (LINK / 2, "twice"),
     "strategy_days": (DAYS * 86400, "seconds"),

@@ -11,10 +11,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from answers import ROWS, Swap
+from answers import WRONG_ANSWERS, Swap
 
 from shardcourse import exercises as check_module
-from shardcourse.exercises import Verdict, Wrong, check, forms
+from shardcourse.exercises import Verdict, WrongAnswer, check, forms
 from shardlab.common.show import ROOT
 
 LESSONS = sorted((ROOT / "lessons").glob("*.md"))
@@ -24,7 +24,7 @@ GATED = re.compile(
 )
 
 
-def cells(text: str) -> list[str]:
+def list_cells(text: str) -> list[str]:
     """Return the sources of the code cells in a part of a lesson."""
     return [
         re.sub(r"\A(:.*\n)+|\A---\n.*?---\n", "", cell, flags=re.DOTALL)
@@ -34,36 +34,36 @@ def cells(text: str) -> list[str]:
     ]
 
 
-def exercises(lesson: Path) -> list[tuple[str, str, str]]:
+def read_exercises(lesson: Path) -> list[tuple[str, str, str]]:
     """Return (label, unanswered form, solution) of every exercise of a lesson."""
     text = lesson.read_text("utf-8")
     asked, solved = {}, {}
     for kind, body in GATED.findall(text):
         if kind == "exercise":
             label = re.search(r"^:label: *(\S+)", body, re.MULTILINE)[1]
-            asked[label] = "\n".join(cells(body))
+            asked[label] = "\n".join(list_cells(body))
         else:
-            solved[body.split("\n")[0].strip(" }")] = "\n".join(cells(body))
+            solved[body.split("\n")[0].strip(" }")] = "\n".join(list_cells(body))
     assert asked.keys() == solved.keys(), f"{lesson.name}: exercises without a solution, or reverse"
     return [(label, asked[label], solved[label]) for label in asked]
 
 
-ALL = [(lesson.stem, *row) for lesson in LESSONS for row in exercises(lesson)]
+ALL = [(lesson.stem, *row) for lesson in LESSONS for row in read_exercises(lesson)]
 
 
 @cache
-def imported(topic: str) -> dict[str, object]:
+def run_imports(topic: str) -> dict[str, object]:
     """Return the namespace after a lesson's first cell."""
     space: dict[str, object] = {"__name__": "__main__"}
-    first = cells((ROOT / "lessons" / f"{topic}.md").read_text("utf-8"))[0]
+    first = list_cells((ROOT / "lessons" / f"{topic}.md").read_text("utf-8"))[0]
     exec(compile(first, f"{topic}.md", "exec"), space)
     return space
 
 
-def answer(topic: str, code: str) -> list[Verdict]:
+def run_cells(topic: str, code: str) -> list[Verdict]:
     """Run an exercise's cells after the lesson's imports; return the verdicts they gave."""
     verdicts: list[Verdict] = []
-    space = dict(imported(topic))
+    space = dict(run_imports(topic))
     original = space["check"]
     space["check"] = lambda *args, **kwargs: verdicts.append(original(*args, **kwargs))
     exec(compile(code, f"{topic}.md", "exec"), space)
@@ -75,42 +75,42 @@ def test_the_unanswered_form_fails_and_the_solution_passes(
     topic, label, asked, solved, monkeypatch
 ):
     with monkeypatch.context() as patch:
-        patch.setattr(forms, "PATIENCE", 3.0)  # one of the forms hangs, as its page says
-        verdicts = answer(topic, asked)
+        patch.setattr(forms, "TIMEOUT_S", 3.0)  # one of the forms hangs, as its page says
+        verdicts = run_cells(topic, asked)
     assert verdicts and not any(v.ok for v in verdicts)
-    verdicts = answer(topic, solved)
+    verdicts = run_cells(topic, solved)
     assert verdicts and all(v.ok for v in verdicts), verdicts
 
 
-SOLVED = {re.search(r'(\w+)"?\)\s*$', solved)[1]: (topic, solved) for topic, _, _, solved in ALL}
+SOLUTIONS = {re.search(r'(\w+)"?\)\s*$', solved)[1]: (topic, solved) for topic, _, _, solved in ALL}
 
 
-def judged(name: str, given: object) -> Verdict:
+def judge_answer(name: str, given: object) -> Verdict:
     """Judge the answer, or the lesson's solution with parts replaced; return the verdict."""
     if not isinstance(given, Swap):
         return check(given, name)
-    topic, code = SOLVED[name]
+    topic, code = SOLUTIONS[name]
     for old, new in given.pairs:
         assert old in code, f"the solution of {name} no longer has {old!r}"
         code = code.replace(old, new)
-    (verdict,) = answer(topic, code)
+    (verdict,) = run_cells(topic, code)
     return verdict
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", WRONG_ANSWERS)
 def test_an_answer_is_told_what_is_wrong_with_it(name: str):
-    given, words = ROWS[name]
-    verdict = judged(name, given)
+    given, words = WRONG_ANSWERS[name]
+    verdict = judge_answer(name, given)
     assert not verdict.ok and words in verdict.message, verdict
 
 
 def test_every_exercise_has_a_wrong_answer():
-    assert set(ROWS) == set(check_module.names())
+    assert set(WRONG_ANSWERS) == set(check_module.list_names())
 
 
 def test_a_failing_answer_is_wrong_not_an_error():
-    def fails() -> None:
+    def raise_error() -> None:
         raise ValueError("boom")
 
-    with pytest.raises(Wrong, match="With 2 ranks, rank 0 of 2 raised ValueError: boom"):
-        forms.run_answer(fails, 2)
+    with pytest.raises(WrongAnswer, match="With 2 ranks, rank 0 of 2 raised ValueError: boom"):
+        forms.run_answer(raise_error, 2)

@@ -46,7 +46,7 @@ PAGE = """\
 
 def known(exercise: str) -> list[str]:
     """Return the well-known mistakes in an exercise, [] for an unknown exercise."""
-    return exercises.mistakes(exercise) if exercise in exercises.names() else []
+    return exercises.list_mistakes(exercise) if exercise in exercises.list_names() else []
 
 
 def mark(slides: list[deck.Slide], read: list[tuple[str, paths.Piece]]) -> None:

@@ -48,7 +48,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardcourse.exercises import check
-from shardcourse.exercises.parity import batches, four_reports, start
+from shardcourse.exercises.parity import compute_reports, make_batches, make_network
 from shardlab import (
     data_parallel,
     deepspeed_engine,
@@ -1194,7 +1194,7 @@ check(answer, "times_allowed")
 
 # %% tags=["hide-input"]
 # Runs the four programs, and prints their reports
-for name, report in four_reports().items():
+for name, report in compute_reports().items():
     print(f"{name}: {report}\n")
 
 # %%
@@ -1265,15 +1265,15 @@ check(my_cut)
 # :label: ex-parity-repair
 # ```
 #
-# The plain program takes the mean loss over all tokens that have a target (−100 has none), clips the norm of the gradients to 0.1, and takes a step of AdamW. This is the parallel one. It has two mistakes, and the check is `parity.check` on 2 and 4 ranks: its report is your verdict. `start()` is the model and `batches()` are two steps' batches of all ranks.
+# The plain program takes the mean loss over all tokens that have a target (−100 has none), clips the norm of the gradients to 0.1, and takes a step of AdamW. This is the parallel one. It has two mistakes, and the check is `parity.check` on 2 and 4 ranks: its report is your verdict. `make_network()` is the model and `make_batches()` are two steps' batches of all ranks.
 
 # %%
 def my_program(watch):
     rank, size = dist.get_rank(), dist.get_world_size()
-    model = start()
+    model = make_network()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
     watch(model, optimizer)
-    for x, y in batches():
+    for x, y in make_batches():
         x, y = x.chunk(size)[rank], y.chunk(size)[rank]
         optimizer.zero_grad()
         F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
@@ -1301,10 +1301,10 @@ check(my_program)
 # %%
 def my_program(watch):
     rank, size = dist.get_rank(), dist.get_world_size()
-    model = start()
+    model = make_network()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
     watch(model, optimizer)
-    for x, y in batches():
+    for x, y in make_batches():
         count = (y != -100).sum()
         x, y = x.chunk(size)[rank], y.chunk(size)[rank]
         optimizer.zero_grad()

@@ -52,7 +52,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 from shardcourse.exercises import check
-from shardcourse.exercises.train import four_scripts
+from shardcourse.exercises.train import compare_scripts
 from shardlab import ranks
 from shardlab.common import show, text
 from shardlab.common.show.diff import show_diff
@@ -921,7 +921,7 @@ check(my_rest)
 # %% tags=["hide-input"]
 # Table: losses of four versions that lack a line, minus those of one process
 
-show.table(four_scripts(), ["script", "rank", *(f"step {n}" for n in range(1, 9))])
+show.table(compare_scripts(), ["script", "rank", *(f"step {n}" for n in range(1, 9))])
 
 # %%
 answer = {"A": ..., "B": ..., "C": ..., "D": ...}

@@ -19,11 +19,11 @@ from typing import Any
 
 from shardlab.common import show
 
-_EXERCISES: dict[str, Callable[[Any], str | None]] = {}
+_CHECKS: dict[str, Callable[[Any], str | None]] = {}
 _MISTAKES: dict[str, list[str]] = {}
 
 
-class Wrong(Exception):
+class WrongAnswer(Exception):
     """Raised by an exercise whose answer is wrong; its text is what the reader sees."""
 
 
@@ -46,7 +46,7 @@ class Verdict:
         return {"text/html": self._repr_html_(), "text/plain": repr(self)}
 
 
-def exercise(
+def add_exercise(
     name: str, mistakes: Iterable[str] = ()
 ) -> Callable[[Callable[[Any], str | None]], Callable[[Any], str | None]]:
     """Register a check under the exercise's `name`, which is unique in the whole course.
@@ -54,28 +54,28 @@ def exercise(
     mistakes: descriptions of the well-known mistakes, for teachers.
 
     The decorated function takes the reader's answer. It returns None, or a sentence of praise that
-    says what was compared, when the answer is right; it raises Wrong when the answer is wrong.
+    says what was compared, when the answer is right; it raises WrongAnswer when it is wrong.
     """
 
-    def register(judge: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
-        assert name not in _EXERCISES, f"two exercises are called {name}"
-        _EXERCISES[name] = judge
+    def add_check(check_answer: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
+        assert name not in _CHECKS, f"two exercises are called {name}"
+        _CHECKS[name] = check_answer
         _MISTAKES[name] = list(mistakes)
-        return judge
+        return check_answer
 
-    return register
+    return add_check
 
 
-def names() -> list[str]:
+def list_names() -> list[str]:
     """Return the names of all exercises of the course."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
-    return sorted(_EXERCISES)
+    return sorted(_CHECKS)
 
 
-def mistakes(exercise: str) -> list[str]:
+def list_mistakes(exercise: str) -> list[str]:
     """Describe the well-known mistakes in an exercise. Raises ValueError for an unknown name."""
-    known = names()
+    known = list_names()
     if exercise not in known:
         raise ValueError(f"exercise={exercise!r}: allowed are {', '.join(known)}")
     return _MISTAKES[exercise]
@@ -88,14 +88,14 @@ def check(answer: Any, exercise: str | None = None) -> Verdict:
     verdict says what is wrong.
     """
     name = exercise or getattr(answer, "__name__", None)
-    known = names()
+    known = list_names()
     if name not in known:
         raise ValueError(f"exercise={name!r}: allowed are {', '.join(known)}")
     try:
         if answer is None or answer is Ellipsis:
-            raise Wrong("There is no answer yet: replace the dots and run the cell again.")
-        verdict = Verdict(True, _EXERCISES[name](answer) or "Right.")
-    except Wrong as wrong:
+            raise WrongAnswer("There is no answer yet: replace the dots and run the cell again.")
+        verdict = Verdict(True, _CHECKS[name](answer) or "Right.")
+    except WrongAnswer as wrong:
         verdict = Verdict(False, str(wrong))
     if not show.in_notebook():
         print(repr(verdict))

@@ -13,58 +13,58 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardcourse.exercises import Wrong
-from shardcourse.exercises.forms import Part, Trial, cases, number, on_ranks
+from shardcourse.exercises import WrongAnswer
+from shardcourse.exercises.forms import Output, Trial, add_cases, add_number, add_trials
 from shardlab import experts, ranks
 from shardlab.common.shapes import PRESETS, Config
 from shardlab.gpt.router import drop_overflow
 
-number("experts_tokens", 300 * 256 / 8, "tokens",
-       says="Right: of eight rows for each token, an expert gets one in 256.", wrong={
-    300 * 256: "Each token goes to eight experts, and not to one.",
+add_number("experts_tokens", 300 * 256 / 8, "tokens",
+       success="Right: of eight rows for each token, an expert gets one in 256.", hints={
+    300 * 256: "Each token goes to eight experts, not to one.",
 })  # fmt: skip
 
-_ONE = 4096 * 8 * 7168 * 2
-number("experts_wire", 2 * _ONE * 63 / 64, "bytes", rel=1e-6,
-       says=f"Right: {2 * _ONE * 63 / 64 / 1e6:,.0f} MB for one layer's forward.", wrong={
-    2 * _ONE: "That is what it hands over; what is for its own experts does not leave it.",
-    _ONE * 63 / 64: "That is the dispatch; what the experts computed has to come back.",
+_PAYLOAD = 4096 * 8 * 7168 * 2
+add_number("experts_wire", 2 * _PAYLOAD * 63 / 64, "bytes", rel_tol=1e-6,
+       success=f"Right: {2 * _PAYLOAD * 63 / 64 / 1e6:,.0f} MB for one layer's forward.", hints={
+    2 * _PAYLOAD: "That includes the tokens for its own experts, which do not leave the rank.",
+    _PAYLOAD * 63 / 64: "That is the dispatch alone; the experts' outputs have to come back.",
 })  # fmt: skip
 
 
-def _chosen(tokens: int, choices: int, count: int) -> Tensor:
+def _choose_experts(tokens: int, choices: int, count: int) -> Tensor:
     generator = torch.Generator().manual_seed(tokens)
     scores_TE = torch.rand(tokens, count, generator=generator)
     scores_TE[:, 0] += 0.4  # a favourite expert, so that some tokens exceed the capacity
     return scores_TE.topk(choices).indices
 
 
-cases(
+add_cases(
     "my_admit",
     lambda: [
-        (_chosen(tokens, choices, count), count, places)
-        for tokens, choices, count, places in (
+        (_choose_experts(tokens, choices, count), count, capacity)
+        for tokens, choices, count, capacity in (
             (6, 2, 3, 3),
             (8, 1, 4, 2),
             (16, 3, 8, 5),
             (4, 2, 4, 9),
         )
     ],
-    lambda chosen_TC, count, places: drop_overflow(chosen_TC[None], count, places)[0],
+    lambda chosen_TC, count, capacity: drop_overflow(chosen_TC[None], count, capacity)[0],
     equal=torch.equal,
-    says="Right, with one, two and three choices, and where nothing falls.",
+    success="Right, with one, two and three choices, and where no token is dropped.",
     mistakes={
-        "You fill places token by token; all first choices come before any second.": (
-            lambda x, n, places: drop_overflow(x.reshape(1, -1, 1), n, places).view_as(x)
-        ),
+        "You fill the capacity token by token; all first choices come before any second.": (
+            lambda x, n, capacity: drop_overflow(x.reshape(1, -1, 1), n, capacity).view_as(x)
+        )
     },
 )
 
 
-@on_ranks(
+@add_trials(
     "my_exchange",
     ([[2, 3], [1, 4]], [[0, 5], [2, 0]], [[1, 2, 0], [3, 0, 4], [0, 0, 0]]),
-    says="Right, on two and on three ranks, one of which sends nothing.",
+    success="Right, on two and on three ranks, one of which sends nothing.",
 )
 def _(sizes: list[list[int]]) -> Trial:
     """Return the trial in which rank i sends sizes[i][j] rows to rank j."""
@@ -73,48 +73,47 @@ def _(sizes: list[list[int]]) -> Trial:
     cut = [x_RH.split(sent) for x_RH, sent in zip(x, sizes, strict=True)]
     right = [torch.cat([parts[rank] for parts in cut]) for rank in range(len(sizes))]
     what = f"what arrives, where rank 0 sends {sizes[0]} rows,"
-    return Trial([Part(what, right)], list(zip(x, sizes, received, strict=True)))
+    return Trial([Output(what, right)], list(zip(x, sizes, received, strict=True)))
 
 
-def _gradients(rank: int) -> Tensor:
+def _make_gradients(rank: int) -> Tensor:
     """Return a rank's gradients: one of the parameters that all ranks share, one of its expert."""
     return torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
 
 
-def _averaged(answer: Callable[..., Any], size: int) -> tuple[Tensor, ...]:
-    """Run the answer on a rank of 2 x 2 and return the rank's two gradients afterwards."""
+def _run_average(answer: Callable[..., Any], size: int) -> tuple[Tensor, ...]:
     copies = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
-    grads = [grad.clone() for grad in _gradients(dist.get_rank()).to(ranks.device())]
+    grads = [grad.clone() for grad in _make_gradients(dist.get_rank()).to(ranks.device())]
     answer(*grads, dist.group.WORLD, copies)
     return tuple(grads)
 
 
-@on_ranks(
+@add_trials(
     "my_average",
     (4,),
-    work=_averaged,
-    says="Right: both are means over the tokens of all four ranks.",
+    rank_fn=_run_average,
+    success="Right: both are means over the tokens of all four ranks.",
 )
 def _(size: int) -> Trial:
-    grads = torch.stack([_gradients(rank) for rank in range(size)])
+    grads = torch.stack([_make_gradients(rank) for rank in range(size)])
     total, own = grads[:, 0].sum(0), grads[:, 1]
     copies = [own[rank % 2] + own[rank % 2 + 2] for rank in range(size)]
     of_own = {
-        "It is divided by the two copies; but four ranks brought tokens, and the expert has seen "
-        "those of all.": [x / 2 for x in copies],
+        "It is divided by the two copies; but the tokens came from four ranks, and the expert has "
+        "seen all of them.": [x / 2 for x in copies],
         "Ranks 0 and 1 have different experts: adding up their gradients makes no sense.": (
             own.sum(0) / 4
         ),
     }
     # float32, values of about 1
     parts = [
-        Part("the gradient that all ranks have", total / 4, {}, 1e-6),
-        Part("the expert's gradient", [x / 4 for x in copies], of_own, 1e-6),
+        Output("the gradient that all ranks have", total / 4, {}, 1e-6),
+        Output("the expert's gradient", [x / 4 for x in copies], of_own, 1e-6),
     ]
     return Trial(parts, size=size)
 
 
-def _routed(size: int) -> tuple[Tensor, Tensor]:
+def _route_tokens(size: int) -> tuple[Tensor, Tensor]:
     """Return scores and choices of all ranks' tokens; each rank's tokens prefer other experts."""
     generator = torch.Generator().manual_seed(0)
     logits_TE = torch.randn(8 * size, 4, generator=generator)
@@ -123,49 +122,49 @@ def _routed(size: int) -> tuple[Tensor, Tensor]:
     return scores_TE, scores_TE.topk(2).indices
 
 
-def _balance(scores_TE: Tensor, chosen_TC: Tensor) -> Tensor:
+def _compute_balance_loss(scores_TE: Tensor, chosen_TC: Tensor) -> Tensor:
     load_E = torch.bincount(chosen_TC.flatten(), minlength=4) / chosen_TC.numel()
     return 4 * (load_E * scores_TE.mean(0)).sum()
 
 
-def _balanced(answer: Callable[..., Any], size: int) -> tuple[Any, ...]:
+def _run_balance_loss(answer: Callable[..., Any], size: int) -> tuple[Any, ...]:
     """Run the answer on a rank; return the mean of all ranks' values, and its scores' gradient."""
     scores_TE, chosen_TC = (
-        x.chunk(size)[dist.get_rank()].to(ranks.device()) for x in _routed(size)
+        x.chunk(size)[dist.get_rank()].to(ranks.device()) for x in _route_tokens(size)
     )
     scores_TE = scores_TE.clone().requires_grad_()
     value = answer(scores_TE, chosen_TC, dist.group.WORLD)
     if not isinstance(value, Tensor) or not value.requires_grad:
-        raise Wrong("The value has no gradient; the mean score has to keep it.")
+        raise WrongAnswer("The value has no gradient; the mean score has to keep it.")
     value.backward()
     mean = value.detach().clone()
     dist.all_reduce(mean)
     return mean / size, scores_TE.grad / size
 
 
-@on_ranks(
+@add_trials(
     "my_balancing",
     (2, 4),
-    work=_balanced,
-    says="Right: the ranks' mean, and its gradient, are those of one process, on 2 and on 4.",
+    rank_fn=_run_balance_loss,
+    success="Right: the ranks' mean, and its gradient, are those of one process, on 2 and on 4.",
 )
 def _(size: int) -> Trial:
-    scores_TE, chosen_TC = _routed(size)
+    scores_TE, chosen_TC = _route_tokens(size)
     each = zip(scores_TE.chunk(size), chosen_TC.chunk(size), strict=True)
-    alone = sum(_balance(*mine) for mine in each) / size
+    alone = sum(_compute_balance_loss(*mine) for mine in each) / size
     scores_TE.requires_grad_()
-    right = _balance(scores_TE, chosen_TC)
+    right = _compute_balance_loss(scores_TE, chosen_TC)
     right.backward()
     hint = "That is the load of each rank's own tokens: the ranks have to agree on it first."
     # float32, values of about 1
     parts = [
-        Part("the mean over ranks", right.detach(), {hint: alone}, 1e-6),
-        Part("the gradient of the scores", scores_TE.grad.chunk(size), {}, 1e-6),
+        Output("the mean over ranks", right.detach(), {hint: alone}, 1e-6),
+        Output("the gradient of the scores", scores_TE.grad.chunk(size), {}, 1e-6),
     ]
     return Trial(parts, size=size)
 
 
-def _smallest(config: Config, tokens: int, limit: float, rows: int) -> int | None:
+def _find_min_expert_ranks(config: Config, tokens: int, limit: float, rows: int) -> int | None:
     for size in range(1, config.experts + 1):
         if config.experts % size or 16 * experts.count_held_parameters(config, size) > limit:
             continue
@@ -175,7 +174,7 @@ def _smallest(config: Config, tokens: int, limit: float, rows: int) -> int | Non
 
 
 _MIXTRAL = PRESETS["mixtral-8x7b"]
-cases(
+add_cases(
     "my_expert_ranks",
     (
         (_MIXTRAL, 4096, 280e9, 300),
@@ -183,6 +182,6 @@ cases(
         (_MIXTRAL, 4096, 80e9, 300),
         (replace(_MIXTRAL, experts=64, expert_ffn=1792, experts_per_token=6), 512, 300e9, 300),
     ),
-    _smallest,
-    says="Right for four jobs, of which one does not fit, however many ranks share the experts.",
+    _find_min_expert_ranks,
+    success="Right for four jobs, of which one does not fit, however many ranks share the experts.",
 )

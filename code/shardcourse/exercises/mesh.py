@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardcourse.exercises import Wrong, exercise
-from shardcourse.exercises.forms import cases, close, run_answer, same
+from shardcourse.exercises import WrongAnswer, add_exercise
+from shardcourse.exercises.forms import add_cases, compare_values, make_isclose, run_answer
 from shardlab import mesh
 from shardlab.common.shapes import Config
 from shardlab.layout import Layout
@@ -23,83 +23,83 @@ from shardlab.mesh.job import Job, build_model, load_batch
 from shardtools.commands.mesh import add_command, build_job
 
 
-def _groups(rank: int, d: int, p: int, t: int, order: tuple[str, ...] = mesh.AXES) -> list[Any]:
+def _list_groups(rank: int, d: int, p: int, t: int, order: tuple = mesh.AXES) -> list[Any]:
     shape = Layout(dp=d, pp=p, tp=t, order=order)
     return [next(g for g in shape.list_groups(axis) if rank in g) for axis in mesh.AXES]
 
 
-cases(
+add_cases(
     "my_groups",
     [
         (rank, d, p, t)
         for d, p, t in ((2, 2, 2), (1, 3, 2), (4, 1, 2), (2, 3, 4))
         for rank in range(d * p * t)
     ],
-    _groups,
+    _list_groups,
     equal=lambda got, want: list(map(list, got)) == want,
     mistakes={
         "That would be right with tensor outermost; it is innermost.": partial(
-            _groups, order=("tp", "pp", "dp")
+            _list_groups, order=("tp", "pp", "dp")
         )
     },
-    says="Right for every rank of four meshes.",
+    success="Right for every rank of four meshes.",
 )
 
 
-_LIMIT, _MOST = 300_000, 8
-_SHAPE = ["--layers", "2", "--hidden", "64", "--heads", "4"]
+_MAX_STATE_BYTES, _MAX_RANKS = 300_000, 8
+_MODEL_OPTIONS = ["--layers", "2", "--hidden", "64", "--heads", "4"]
 
 
-def _job(knobs: list[str]) -> Job:
+def _parse_job(options: list[str]) -> Job:
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_command(parser.add_subparsers())
-    return build_job(parser.parse_args(["mesh", *_SHAPE, *knobs]))
+    return build_job(parser.parse_args(["mesh", *_MODEL_OPTIONS, *options]))
 
 
-def _fullest(job: Job) -> int:
+def _find_max_bytes(job: Job) -> int:
     return max(sum(job.predict_state_bytes(rank).values()) for rank in range(job.layout.world_size))
 
 
-@exercise("mesh_budget")
+@add_exercise("mesh_budget")
 def _(answer: Any) -> str:
     if not isinstance(answer, str):
-        raise Wrong('The answer is a line of options, such as "--tp 2".')
+        raise WrongAnswer('The answer is a line of options, such as "--tp 2".')
     try:
         with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
-            job = _job(answer.split())
+            job = _parse_job(answer.split())
     except (ValueError, argparse.ArgumentError) as error:
-        raise Wrong(f"The command refuses it: {error}") from None
+        raise WrongAnswer(f"The command refuses it: {error}") from None
     except SystemExit:  # the parser has already printed a message
-        raise Wrong(f"The command does not know {answer!r}.") from None
+        raise WrongAnswer(f"The command has no such options: {answer!r}.") from None
     if (job.config.layers, job.config.hidden, job.config.heads) != (2, 64, 4):
-        raise Wrong("Leave the model as it is: 2 layers of 64 with 4 heads.")
-    if job.layout.world_size > _MOST:
-        raise Wrong(f"That takes {job.layout.world_size} ranks; there are {_MOST}.")
-    held = _fullest(job)
-    if held > _LIMIT:
-        words = f"The fullest rank would hold {held:,} of {_LIMIT:,} B."
+        raise WrongAnswer("Leave the model as it is: 2 layers of 64 with 4 heads.")
+    if job.layout.world_size > _MAX_RANKS:
+        raise WrongAnswer(f"That takes {job.layout.world_size} ranks; there are {_MAX_RANKS}.")
+    held = _find_max_bytes(job)
+    if held > _MAX_STATE_BYTES:
+        words = f"The fullest rank would hold {held:,} of {_MAX_STATE_BYTES:,} B."
         if job.layout.zero < 3 and job.layout.dp > 1:
-            words += f" In ZeRO's stage {job.layout.zero} copies hold something whole."
-        elif job.layout.world_size < _MOST:
-            words += f" There are {_MOST - job.layout.world_size} ranks left."
-        raise Wrong(words)
+            words += f" In ZeRO stage {job.layout.zero} each copy still holds some states in full."
+        elif job.layout.world_size < _MAX_RANKS:
+            words += f" There are {_MAX_RANKS - job.layout.world_size} ranks left."
+        raise WrongAnswer(words)
     return f"It fits: {held:,} B on the fullest rank."
 
 
-_TIED = Config(seq=8, layers=2, heads=2, hidden=16)
+_TIED_CONFIG = Config(seq=8, layers=2, heads=2, hidden=16)
 
 
-def _norms(answer: Callable[..., Any], p: int, t: int) -> list[Tensor]:
+def _compute_norms(answer: Callable[..., Any], p: int, t: int) -> list[Tensor]:
     """Return a rank's norms: the answer's, the right one, the local one, one with copies twice."""
     layout = Layout(pp=p, tp=t)
     groups = mesh.create_groups(layout, dist.group.WORLD)
-    model = build_model(_TIED)
+    model = build_model(_TIED_CONFIG)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.mul_(0.1)  # makes their gradients larger, so that a mistake shows
     job = mesh.Parallel(model, groups, layout)
-    job.step(*load_batch(_TIED, 2, 0))
+    job.step(*load_batch(_TIED_CONFIG, 2, 0))
     gradients = {name: x.grad for name, x in job.named_parameters()}
     cut = {name for name, dimension in job.cuts.items() if dimension is not None}
     right = job.clip_grad_norm_(1e9)
@@ -113,36 +113,36 @@ def _norms(answer: Callable[..., Any], p: int, t: int) -> list[Tensor]:
     return [x.cpu() for x in (got, right, alone.sqrt(), twice.sqrt())]
 
 
-@exercise("my_norm")
+@add_exercise("my_norm")
 def _(answer: Callable[..., Any]) -> str:
     for p, t in ((2, 2), (2, 1)):
-        found = run_answer(_norms, p * t, answer, p, t)
+        found = run_answer(_compute_norms, p * t, answer, p, t)
         if any(len(one) == 1 for one in found):
-            raise Wrong(f"Return a scalar tensor, not {found[0][0]!r}.")
+            raise WrongAnswer(f"Return a scalar tensor, not {found[0][0]!r}.")
         got, right, alone, twice = map(list, zip(*found, strict=True))
         hints = {
             "That is the norm of this rank's gradients: add them up over both groups.": alone,
-            "What is whole counts on every rank of the group, and the twin as well.": twice,
+            "Replicated parameters and the tied weight are counted once per rank.": twice,
         }
-        same(got, right, "the norm", 1e-5, hints)
+        compare_values(got, right, "the norm", 1e-5, hints)
     return "The norm of one process, on every rank of 2 × 2 and of 2 × 1."
 
 
-_GPT = Config(vocab=512, seq=64, layers=4, heads=4, hidden=64, tied=False)
+_CONFIG = Config(vocab=512, seq=64, layers=4, heads=4, hidden=64, tied=False)
 
 
-def _beyond(config: Config, shape: Layout, node: int, batch: int) -> float:
+def _count_egress_bytes(config: Config, shape: Layout, node: int, batch: int) -> float:
     how = config.seq, batch // shape.dp
     sent = [mesh.predict_sent_bytes(config, shape, rank, *how) for rank in range(shape.world_size)]
     return sum(map(sum, shape.count_node_egress(node, sent.__getitem__).values()))
 
 
-def _fits(config: Config, shape: Layout, limit: float, batch: int) -> bool:
+def _is_feasible(config: Config, shape: Layout, limit: float, batch: int) -> bool:
     held = (mesh.predict_state_bytes(config, shape, rank) for rank in range(shape.world_size))
     return batch % shape.dp == 0 and max(sum(one.values()) for one in held) <= limit
 
 
-def _least(config: Config, size: int, node: int, limit: float, batch: int) -> float | None:
+def _find_min_egress(config: Config, size: int, node: int, limit: float, batch: int) -> Any:
     """Return the fewest bytes that cross nodes, over all layouts that fit; None if none fits."""
     found = []
     for d, p in product(range(1, size + 1), repeat=2):
@@ -153,12 +153,12 @@ def _least(config: Config, size: int, node: int, limit: float, batch: int) -> fl
             mesh.check_supported(config, shape)
         except ValueError:
             continue
-        if _fits(config, shape, limit, batch):
-            found.append(_beyond(config, shape, node, batch))
+        if _is_feasible(config, shape, limit, batch):
+            found.append(_count_egress_bytes(config, shape, node, batch))
     return min(found, default=None)
 
 
-def _leaving(
+def _check_egress(
     answer: Callable[..., Any], config: Config, size: int, node: int, limit: float, batch: int
 ) -> float | None:
     """Return the bytes that cross nodes with the answer's layout; ValueError if it does not fit."""
@@ -168,22 +168,22 @@ def _leaving(
     if shape.world_size != size or shape.zero != 1:
         raise ValueError(f"{shape}: allowed are layouts of {size} ranks with zero=1")
     mesh.check_supported(config, shape)
-    if not _fits(config, shape, limit, batch):
-        raise ValueError(f"{shape}: a rank holds too much there, or d does not divide the batch")
-    return _beyond(config, shape, node, batch)
+    if not _is_feasible(config, shape, limit, batch):
+        raise ValueError(f"{shape}: a rank exceeds the limit, or d does not divide the batch")
+    return _count_egress_bytes(config, shape, node, batch)
 
 
-cases(
+add_cases(
     "my_mesh",
     (
-        (_GPT, 8, 4, 100e6, 8),
-        (_GPT, 8, 2, 1.2e6, 8),
-        (_GPT, 16, 4, 0.8e6, 32),
-        (_GPT, 8, 4, 1000, 8),
+        (_CONFIG, 8, 4, 100e6, 8),
+        (_CONFIG, 8, 2, 1.2e6, 8),
+        (_CONFIG, 16, 4, 0.8e6, 32),
+        (_CONFIG, 8, 4, 1000, 8),
     ),
-    _least,
-    call=_leaving,
-    equal=close(1e-9),
-    says="Right for 4 clusters; on one of them nothing fits.",
-    why=lambda job, got, want: f"So many bytes leave the nodes; right is {want}.",
+    _find_min_egress,
+    call=_check_egress,
+    equal=make_isclose(1e-9),
+    success="Right for 4 clusters; on one of them nothing fits.",
+    explain=lambda job, got, want: f"This number of bytes leaves the nodes; right is {want}.",
 )

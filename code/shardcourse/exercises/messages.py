@@ -8,39 +8,39 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Messages that a rank begins at once, each as ("send" or "recv", peer).
-Posted = list[tuple[str, int]]
+MessageBatch = list[tuple[str, int]]
 
 
-class Messages(TorchDispatchMode):
+class MessageRecorder(TorchDispatchMode):
     """Recorder of this rank's messages in the order they begin; a batch is one entry of the log."""
 
-    def __enter__(self) -> Messages:
-        self.log: list[Posted] = []
-        self.batch, self._together = dist.batch_isend_irecv, False
-        dist.batch_isend_irecv = self._batched
+    def __enter__(self) -> MessageRecorder:
+        self.log: list[MessageBatch] = []
+        self._batch_isend_irecv, self._in_batch = dist.batch_isend_irecv, False
+        dist.batch_isend_irecv = self._record_batch
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        dist.batch_isend_irecv = self.batch
+        dist.batch_isend_irecv = self._batch_isend_irecv
         super().__exit__(*error)
 
-    def _batched(self, operations: list[dist.P2POp]) -> Any:
+    def _record_batch(self, operations: list[dist.P2POp]) -> Any:
         self.log.append([])
-        self._together = True
+        self._in_batch = True
         try:
-            return self.batch(operations)
+            return self._batch_isend_irecv(operations)
         finally:
-            self._together = False
+            self._in_batch = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if str(func).startswith(("c10d.send", "c10d.recv_")):
-            if not self._together:
+            if not self._in_batch:
                 self.log.append([])
             self.log[-1].append(("send" if "send" in str(func) else "recv", args[2]))
         return func(*args, **(kwargs or {}))
 
 
-def stuck(logs: list[list[Posted]]) -> bool:
+def has_deadlock(logs: list[list[MessageBatch]]) -> bool:
     """Return True if the ranks would deadlock with nccl.
 
     nccl connects two ranks at their first message, and both wait until that message is done.

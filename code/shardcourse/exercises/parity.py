@@ -11,23 +11,23 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardcourse.exercises import Wrong, exercise
-from shardcourse.exercises.forms import blanks, called, number
+from shardcourse.exercises import WrongAnswer, add_exercise
+from shardcourse.exercises.forms import add_blanks, add_number, call_answer
 from shardlab import ranks
 from shardtools import parity
 from shardtools.parity import places
 
-number("times_allowed", 1.9e-3 / (12 * 2.1e-7), "times", rel=0.02,
-       says="Right: 754 times what rounding explains. It is a mistake, small as it looks.", wrong={
+add_number("times_allowed", 1.9e-3 / (12 * 2.1e-7), "times", rel_tol=0.02,
+       success="Right: 754 times what rounding explains, so it is a mistake.", hints={
     1.9e-3 / 2.1e-7: "That is 9,048 times the noise; twelve times the noise is still allowed.",
-    1.9e-3 / (3 * 2.1e-7): "Of three draws the largest counts, once; 12 of it are allowed.",
+    1.9e-3 / (3 * 2.1e-7): "Only the largest of the three draws counts; 12 times it is allowed.",
 })  # fmt: skip
 
 
 # A small correct program, and copies of it with one wrong line.
 
 
-def start() -> nn.Module:
+def make_network() -> nn.Module:
     """Return a network that predicts one of 64 tokens from the token before; fixed weights."""
     torch.manual_seed(0)
     network = nn.Sequential(
@@ -36,7 +36,7 @@ def start() -> nn.Module:
     return network.to(ranks.device())
 
 
-def batches() -> Iterator[tuple[Tensor, Tensor]]:
+def make_batches() -> Iterator[tuple[Tensor, Tensor]]:
     """Yield two batches of 8 texts: 6 tokens each, and the tokens that follow (-100: ignored)."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(2):
@@ -46,135 +46,133 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
         yield x.to(ranks.device()), y.to(ranks.device())
 
 
-def plain(watch: Callable[..., Any]) -> None:
+def train_one_process(watch: Callable[..., Any]) -> None:
     """Train in one process: loss averaged over all targets, clipped gradients, AdamW."""
-    model = start()
+    model = make_network()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
     watch(model, optimizer)
-    for x, y in batches():
+    for x, y in make_batches():
         optimizer.zero_grad()
         F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
 
 
-def _parallel(lacks: str) -> Callable[..., None]:
-    """Return the same program for ranks, with the mistake `lacks`."""
+def _make_program(mistake: str) -> Callable[..., None]:
+    """Return the same program for ranks, with one mistake."""
 
-    def program(watch: Callable[..., Any]) -> None:
+    def train_on_ranks(watch: Callable[..., Any]) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
-        model = start()
-        optimizer = torch.optim.AdamW(
-            model.parameters(), 1e-2, foreach=False, weight_decay=0.1 if lacks == "decay" else 0.01
-        )
+        model, decay = make_network(), 0.1 if mistake == "decay" else 0.01
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False, weight_decay=decay)
         watch(model, optimizer)
-        for x, y in batches():
-            mine = 0 if lacks == "share" else rank
+        for x, y in make_batches():
+            mine = 0 if mistake == "share" else rank
             learned = (y != -100).sum()
             x, y = x.chunk(size)[mine], y.chunk(size)[mine]
             optimizer.zero_grad()
             total = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
-            learned = (y != -100).sum() * size if lacks == "counts" else learned
+            learned = (y != -100).sum() * size if mistake == "counts" else learned
             (total / learned).backward()
-            if lacks == "clip":
+            if mistake == "clip":
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             for p in model.parameters():
                 dist.all_reduce(p.grad)
-            if lacks != "clip":
+            if mistake != "clip":
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
 
-    return program
+    return train_on_ranks
 
 
-_LACKS = {"A": "decay", "B": "share", "C": "clip", "D": "counts"}
+_MISTAKES = {"A": "decay", "B": "share", "C": "clip", "D": "counts"}
 
 
-def four_reports() -> dict[str, parity.Report]:
+def compute_reports() -> dict[str, parity.Report]:
     """Return parity's reports on four programs that have one mistake each."""
     from shardtools.parity.programs import build_report, match_program, record_program
 
-    (record,) = ranks.run(record_program, 1, plain, show=False)
-    each = ranks.run(
-        lambda: {name: match_program(_parallel(lacks), record) for name, lacks in _LACKS.items()},
-        2,
-        show=False,
-    )
-    return {name: build_report(record, [one[name] for one in each]) for name in _LACKS}
+    (record,) = ranks.run(record_program, 1, train_one_process, show=False)
+    programs = {name: _make_program(mistake) for name, mistake in _MISTAKES.items()}
+    match_all = lambda: {name: match_program(p, record) for name, p in programs.items()}  # noqa: E731
+    each = ranks.run(match_all, 2, show=False)
+    return {name: build_report(record, [one[name] for one in each]) for name in _MISTAKES}
 
 
-_WHY = {
+_HINTS = {
     "share": "Then rows of the batch would be on no rank, before any gradient.",
     "counts": "Then backward would begin with another factor on each rank.",
-    "clip": "Then the ranks' own gradients would be in the result, but not alike.",
-    "bucket": "Then the gradients of some parameters alone would be each rank's own.",
+    "clip": "Then the result would contain the ranks' own gradients, each scaled differently.",
+    "bucket": "Then only some parameters would have each rank's own gradient.",
     "decay": "Then all gradients would be right, and the first update would not.",
     "seed": "Then the weights would differ before the first step.",
 }
-blanks(
+add_blanks(
     "four_reports",
-    _LACKS,
-    says="Right, from one report each, and without a look at a program.",
-    otherwise=f"Allowed are {', '.join(_WHY)}.",
-    wrong={(name, given): words for name in _LACKS for given, words in _WHY.items()},
+    _MISTAKES,
+    success="Right, from one report each, without reading a program.",
+    default_hint=f"Allowed are {', '.join(_HINTS)}.",
+    hints={(name, given): words for name in _MISTAKES for given, words in _HINTS.items()},
 )
 
 
-# A cut that parity does not know.
+# A way to shard rows that parity does not know.
 
 
-def _dealt(total: int, ranks_: int, rank: int) -> Tensor:
+def _list_dealt_rows(total: int, ranks_: int, rank: int) -> Tensor:
     return torch.arange(total).view(-1, 2)[rank::ranks_].flatten()
 
 
-@exercise("my_cut")
+@add_exercise("my_cut")
 def _(answer: Callable[..., Any]) -> str:
     for total, n in ((16, 2), (24, 3), (16, 4)):
-        size, mine = total // n, _dealt(total, n, n - 1)
+        size, mine = total // n, _list_dealt_rows(total, n, n - 1)
         case = f"size={size}, total={total}, first={n - 1}"
-        found = called(lambda *a: list(answer(*a)), size, total, n - 1)
+        found = call_answer(lambda *a: list(answer(*a)), size, total, n - 1)
         if not found:
-            raise Wrong(f"{case}: it proposes nothing.")
+            raise WrongAnswer(f"{case}: it proposes nothing.")
         if not any(x.equal(mine) for x in found):
-            raise Wrong(f"{case}: rank {n - 1} holds the rows {mine.tolist()}: propose them.")
+            raise WrongAnswer(f"{case}: rank {n - 1} holds the rows {mine.tolist()}: propose them.")
         if not found[0].equal(mine):
-            raise Wrong(f"{case}: `first` is the likeliest part. Begin with it, go round the rest.")
+            raise WrongAnswer(
+                f"{case}: `first` is the likeliest part. Begin with it, then the rest."
+            )
         if sorted(torch.cat(found).tolist()) != list(range(total)):
-            raise Wrong(f"{case}: together the ranks' parts should be every row once.")
+            raise WrongAnswer(f"{case}: together the ranks' parts should be every row once.")
         whole = torch.randn(total, 3, generator=torch.Generator().manual_seed(n))
         with mock.patch.object(places, "CUTS", (*places.CUTS, answer)):
             proposed = places.propose_places((size, 3), (total, 3), n - 1)
             if not any(place.take_from(whole).equal(whole[mine]) for place in proposed):
-                raise Wrong(f"{case}: as a row of CUTS it does not find the part.")
+                raise WrongAnswer(f"{case}: as a row of CUTS it does not find the part.")
     return "Right on 2, 3 and 4 ranks, and as a row of parity's CUTS it finds the parts."
 
 
 # Programs that the reader writes.
 
 
-@exercise("my_program")
+@add_exercise("my_program")
 def _(answer: Callable[..., Any]) -> str:
     for size in (2, 4):
         try:
-            report = parity.check(plain, answer, ranks=size, draws=1)
+            report = parity.check(train_one_process, answer, ranks=size, draws=1)
         except ValueError as error:
-            raise Wrong(str(error)) from None
+            raise WrongAnswer(str(error)) from None
         except ranks.RankError as error:
-            raise Wrong(f"It failed on {size} ranks: {error}") from None
+            raise WrongAnswer(f"It failed on {size} ranks: {error}") from None
         if not report.is_equal:
-            raise Wrong(f"On {size} ranks: {report}"[:590])
-    return "Silent on 2 and 4 ranks: it is the same computation."
+            raise WrongAnswer(f"On {size} ranks: {report}"[:590])
+    return "Right: parity finds no difference on 2 and 4 ranks."
 
 
-@exercise("own_parity")
+@add_exercise("own_parity")
 def _(answer: Any) -> str:
     if not isinstance(answer, parity.Report):
-        raise Wrong("The answer is what parity.check returns: a Report of your two programs.")
+        raise WrongAnswer("The answer is what parity.check returns: a Report of your two programs.")
     if not answer.is_equal:
-        raise Wrong(f"Not yet the same: {answer}"[:590])
+        raise WrongAnswer(f"The programs still differ: {answer}"[:590])
     if answer.ranks < 2:
-        raise Wrong("That was one rank. Take two, or as many as your cut needs.")
+        raise WrongAnswer("parity.check ran on one rank. Use two, or as many as your layout needs.")
     if answer.num_compared < 10:
         count = answer.num_compared
-        raise Wrong(f"Only {count} tensors were compared. Is the whole model watched?")
-    return f"Your model is the same one on {answer.ranks} ranks, in {answer.num_compared} tensors."
+        raise WrongAnswer(f"Only {count} tensors were compared. Is the whole model watched?")
+    return f"Right: {answer.num_compared} tensors are equal on {answer.ranks} ranks."

@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardcourse.exercises import Wrong, exercise
-from shardcourse.exercises.forms import number, run_answer
+from shardcourse.exercises import WrongAnswer, add_exercise
+from shardcourse.exercises.forms import add_number, run_answer
 
-number("lightning_steps", 64, "steps",
-       says="Right: 4 times as many windows in a step, a quarter of the steps.", wrong={
-    256: "That is one GPU's. batch_size is a rank's, and four ranks make a step.",
-    1024: "The sampler shares out the windows, it does not repeat them.",
+add_number("lightning_steps", 64, "steps",
+       success="Right: 4 times as many windows in a step, a quarter of the steps.", hints={
+    256: "That is for one GPU. batch_size is per rank, and four ranks make a step.",
+    1024: "The sampler distributes the windows, it does not repeat them.",
 })  # fmt: skip
 
 
-def _steps(rank: int, size: int) -> list[tuple[str, bool, list[Tensor]]]:
+def _make_steps(rank: int, size: int) -> list[tuple[str, bool, list[Tensor]]]:
     """Return cases: a name, whether the step may be made, and this rank's gradient shards."""
     last, fine = size - 1, torch.full((3,), 0.5)
     inf, nan = torch.tensor([1.0, math.inf]), torch.tensor([math.nan, 1.0])
@@ -36,35 +36,36 @@ def _steps(rank: int, size: int) -> list[tuple[str, bool, list[Tensor]]]:
     ]
 
 
-def _decisions(answer: Callable[..., Any]) -> list[Any]:
-    steps = _steps(dist.get_rank(), dist.get_world_size())
+def _run_decisions(answer: Callable[..., Any]) -> list[Any]:
+    steps = _make_steps(dist.get_rank(), dist.get_world_size())
     return [answer([g.clone() for g in gradients], dist.group.WORLD) for *_, gradients in steps]
 
 
-@exercise("my_decision")
+@add_exercise("my_decision")
 def _(answer: Callable[..., Any]) -> str:
     for size in (2, 4):
-        found = zip(*run_answer(_decisions, size, answer), strict=True)
-        for said, (name, right, _) in zip(found, _steps(0, size), strict=True):
+        found = zip(*run_answer(_run_decisions, size, answer), strict=True)
+        for said, (name, right, _) in zip(found, _make_steps(0, size), strict=True):
             where = f"{size} ranks, {name}: "
             for rank, one in enumerate(said):
                 if not isinstance(one, bool):
                     kind = type(one).__name__
-                    raise Wrong(f"{where}rank {rank} returned {one!r}, a {kind}; return a bool.")
+                    words = f"rank {rank} returned {one!r}, a {kind}"
+                    raise WrongAnswer(f"{where}{words}; return a bool.")
             if len(set(said)) > 1:
-                raise Wrong(
+                raise WrongAnswer(
                     f"{where}rank {said.index(True)} makes the step, rank {said.index(False)} "
-                    "skips it, and from here on their scales differ. A rank knows its own shards "
-                    "alone: what has to travel?"
+                    "skips it, and from here on their scales differ. A rank knows only its own "
+                    "shards: what has to be communicated?"
                 )
             if said[0] != right:
                 do, should = ("make", "skip") if said[0] else ("skip", "make")
-                raise Wrong(f"{where}all ranks {do} the step, and they should {should} it.")
-    return "Right, on 2 and 4 ranks: one flag travels, and all decide alike."
+                raise WrongAnswer(f"{where}all ranks {do} the step, and they should {should} it.")
+    return "Right, on 2 and 4 ranks: one flag is reduced, and all ranks decide the same."
 
 
-number("skipped_steps", 17, "steps",
-       says="Right: one that is forgiven, and 16 that halve, from 2^32 to 2^16.", wrong={
+add_number("skipped_steps", 17, "steps",
+       success="Right: one within the hysteresis, and 16 that halve 2^32 to 2^16.", hints={
     16: "Each halving costs a step: 16. But with a hysteresis of 2 the first overflow leaves "
     "the scale as it is.",
     15: "2^32 and 2^17 both overflow: count them.",

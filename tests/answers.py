@@ -97,7 +97,7 @@ TO_DATA = "    dist.all_reduce(loss, group=data_group)\n"
 WRONG_ANSWERS: dict[str, tuple[Any, str]] = {
     # zero
     "zero_bytes": (13e9 * 16, "stage 0"),
-    "my_shard_bounds": (Swap("-(-elements // size)", "elements // size"), "belong to nobody"),
+    "my_shard_bounds": (Swap("-(-elements // size)", "elements // size"), "belong to no rank"),
     "my_mixed_step": (Swap("master -= lr", "master = master - lr"), "`master = …` binds the name"),
     "my_global_norm": (
         Swap("dist.all_reduce", "square.sqrt_()\n    dist.all_reduce", "square.sqrt()", "square"),

@@ -88,7 +88,7 @@ def _check_grad_none(records: list[RankRecord]) -> str:
     rank_fn=_run_average,
     rules=[_check_grad_none],
     success="Right: equal to the average on 2 and 4 ranks, with a frozen layer, with one that only "
-    "rank 0 used, and None for one that nobody used.",
+    "rank 0 used, and None for one that no rank used.",
 )
 def _(size: int, users: Sequence[int]) -> Trial:
     local = [_compute_local_gradient(rank, rank in users) for rank in range(size)]

@@ -97,7 +97,7 @@ def _(size: int) -> Trial:
     rules=[
         limit_calls(
             1,
-            "GELU works on each entry by itself, so nobody needs the columns of others between "
+            "GELU works on each entry by itself, so no rank needs the columns of others between "
             "the two products.",
         )
     ],

@@ -124,7 +124,7 @@ def _(size: int) -> Trial:
     of_y = {
         f"The bias was added {size} times: add it after the sum, once.": y + (size - 1) * bias_H,
         "The bias was not added.": y - bias_H,
-        "Each rank has its own summand; nobody added them up.": [part[0] for part in parts],
+        "Each rank has its own summand; they were not added up.": [part[0] for part in parts],
     }
     of_x = {
         "It is the rank's own gradient: nothing in front of the first matrices sums over "

@@ -37,10 +37,10 @@ add_cases(
     equal=lambda got, want: tuple(got) == want,
     success="Right, also where 1,000,003 elements are cut for 64 ranks.",
     mistakes={
-        "Rounded down, the elements that are left over belong to nobody.": (
+        "Rounded down, the elements that are left over belong to no rank.": (
             lambda n, rank, size: (rank * (n // size), (rank + 1) * (n // size))
         ),
-        "The begin lies behind the end: such a shard is only padding.": (
+        "The begin is greater than the end: such a shard is only padding.": (
             lambda n, rank, size: (rank * -(-n // size), min((rank + 1) * -(-n // size), n))
         ),
     },

@@ -229,7 +229,7 @@ WRONG_ANSWERS: dict[str, tuple[Any, str]] = {
         "up to which step are the weights right",
     ),
     # trainers
-    "lightning_steps": (256, "a rank's"),
+    "lightning_steps": (256, "per rank"),
     "my_decision": (
         Swap("dist.all_reduce(bad, dist.ReduceOp.MAX, group)", "..."),
         "their scales differ",
@@ -328,5 +328,5 @@ WRONG_ANSWERS: dict[str, tuple[Any, str]] = {
         Swap(TO_TENSOR, "", TO_DATA, "", "loss / copies", "loss"),
         "nothing was added up",
     ),
-    "my_layout": (Layout(64, microbatches=8), "cut the model into more parts"),
+    "my_layout": (Layout(64, microbatches=8), "cut or shard the model"),
 }

@@ -101,7 +101,7 @@ def _compute_norms(answer: Callable[..., Any], p: int, t: int) -> list[Tensor]:
     job = mesh.Parallel(model, groups, layout)
     job.step(*load_batch(_TIED_CONFIG, 2, 0))
     gradients = {name: x.grad for name, x in job.named_parameters()}
-    cut = {name for name, dimension in job.cuts.items() if dimension is not None}
+    cut = {name for name, dimension in job.shard_dims.items() if dimension is not None}
     right = job.clip_grad_norm_(1e9)
     got = answer({name: x.clone() for name, x in gradients.items()}, cut, groups)
     if not isinstance(got, Tensor):

@@ -73,7 +73,7 @@ def _(answer: Callable[..., Any]) -> str:
         right, parts = [(8 // size, 6), (8 // size,), (6, 8 // size)], []
         for rank in range(size):
             words = f"For rank {rank} of {size} it"
-            got = call_answer(answer, *weights, rank, size, asked=words)
+            got = call_answer(answer, *weights, rank, size, subject=words)
             several = isinstance(got, (tuple, list))
             shapes = [tuple(getattr(part, "shape", ())) for part in got] if several else got
             if shapes != right:

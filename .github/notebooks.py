@@ -15,8 +15,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "code"))
 
-from shardcourse.build import lessons  # noqa: E402
-from shardcourse.build.reading import numbered, reading  # noqa: E402
+from shardcourse.build import list_lessons  # noqa: E402
+from shardcourse.build.reading import export_notebook, make_notebook  # noqa: E402
 
 FETCH = """\
 import os, subprocess, sys
@@ -30,19 +30,19 @@ sys.path.insert(0, "/content/course/code")"""
 
 def notebook(topic: str, repository: str) -> nbformat.NotebookNode:
     """Read a lesson, with its first cell and the addresses of its pictures."""
-    book = reading(
+    book = export_notebook(
         topic, ROOT, picture=lambda path: f"{repository}/raw/main/{path.removeprefix('../')}"
     )
     words = "This notebook is made from a lesson. The next cell fetches the course's code."
     fetch = new_code_cell(FETCH.format(repository=repository))
-    return numbered([new_markdown_cell(words), fetch, *book.cells])
+    return make_notebook([new_markdown_cell(words), fetch, *book.cells])
 
 
 def main(folder: str, repository: str) -> None:
     """Write FOLDER/<topic>.ipynb for each lesson."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    for topic in lessons(ROOT):
+    for topic in list_lessons(ROOT):
         nbformat.write(notebook(topic, repository), target / f"{topic}.ipynb")
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from shardcourse.build.index import Index, Topic, listed, read
+from shardcourse.build.index import Index, Topic, join_words, read_index
 
 WIDE, INDENT = 344, 20  # pixels: the picture, and the indent of a dependent lesson
 TITLE, NOTE, PAD, GAP = 18, 14, 5, 5  # heights of title and note, padding, gap of boxes
@@ -58,13 +58,15 @@ def alt(index: Index) -> str:
     """Return the alternative text of the map."""
     title = {name: topic.title for name, topic in index.topics.items()}
     needs = direct(index)
-    said = [f"{listed([title[name] for name, others in needs.items() if not others])} need none"]
+    said = [
+        f"{join_words([title[name] for name, others in needs.items() if not others])} need none"
+    ]
     for name, others in needs.items():
         if others:
-            said.append(f"{title[name]} needs {listed([title[other] for other in others])}")
+            said.append(f"{title[name]} needs {join_words([title[other] for other in others])}")
     for topic in index.topics.values():
         after = [title[other] for other in topic.after if other in needs]
-        said += [f"{topic.title} is easier after {listed(after)}"] * bool(after)
+        said += [f"{topic.title} is easier after {join_words(after)}"] * bool(after)
     return f"The lessons, and what each needs. {'. '.join(said)}."
 
 
@@ -77,9 +79,9 @@ def layout(index: Index) -> list[Box]:
 
     def put(topic: Topic, below: str, depth: int) -> None:
         also = [title[other] for other in needs[topic.topic] if other != below]
-        said = [f"also needs {listed(also)}"] * bool(also)
+        said = [f"also needs {join_words(also)}"] * bool(also)
         after = [title[other] for other in topic.after if other in needs and other != below]
-        said += [f"easier after {listed(after)}"] * bool(after)
+        said += [f"easier after {join_words(after)}"] * bool(after)
         left = 1 + depth * INDENT
         notes = textwrap.wrap("; ".join(said), int((WIDE - left - 2 * PAD - 3) / LETTER))
         top = boxes[-1].top + boxes[-1].high + GAP if boxes else 1
@@ -147,4 +149,4 @@ def svg(index: Index) -> str:
 
 if __name__ == "__main__":
     path = Path(__file__).with_name("index_map.svg")
-    path.write_text(svg(read(path.parents[1])), "utf-8")
+    path.write_text(svg(read_index(path.parents[1])), "utf-8")

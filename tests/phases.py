@@ -48,7 +48,9 @@ def run_program(command: list[str], environment: dict[str, str]) -> int:
     """Run a program; return its exit status. An interrupt ends all that it has started."""
     if INTERACTIVE & {*command}:
         return subprocess.run(command, cwd=ROOT, env=environment).returncode
-    return child.run(command, None, None, None, ROOT, environment, patience=0)
+    return child.run_with_time_limit(
+        command, None, None, None, ROOT, environment, cleanup_seconds=0
+    )
 
 
 def run_phase(

@@ -130,7 +130,7 @@ def test_links_and_anchors_lead_somewhere(site):
 
 def test_lesson_says_where_its_outputs_come_from_and_offers_three_files(site, root):
     table = (site / "book/execution.html").read_text("utf-8")
-    for topic in build.lessons(root):
+    for topic in build.list_lessons(root):
         text = (site / f"lessons/{topic}.html").read_text("utf-8")
         head = r'</h1><p class="lesson-assumes">.*?</p><p class="lesson-outputs".*?</p>'
         note = re.search(head, text, re.DOTALL)
@@ -151,7 +151,7 @@ def test_lesson_says_where_its_outputs_come_from_and_offers_three_files(site, ro
 
 
 def test_what_can_wait_is_named_at_the_head_and_at_each_section(site, root):
-    for topic in index.read(root).topics.values():
+    for topic in index.read_index(root).topics.values():
         text = (site / f"lessons/{topic.topic}.html").read_text("utf-8")
         assert text.count('<p class="can-wait">') == len(topic.later), topic.topic
         assert ("of them can wait" in text) == bool(topic.later), topic.topic
@@ -161,7 +161,7 @@ def test_outputs_hold_no_warning_and_no_path_of_this_machine(site, root):
     """A rank's warnings come with its prints, so the build itself lets them pass."""
     # Python says "UserWarning: ", torch in C++ "] Warning: "; a command of ours says "Warning: ".
     unwanted = re.compile(rf"(?:\w|\] )Warning: |site-packages|{re.escape(str(root))}")
-    for topic in build.lessons(root):
+    for topic in build.list_lessons(root):
         notebook = nbformat.read(site / f"downloads/{topic}.ipynb", as_version=4)
         outputs = [o for cell in notebook.cells for o in cell.get("outputs", [])]
         texts = [o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in outputs]

@@ -91,8 +91,8 @@ def test_a_deck_has_at_most_so_many_slides_and_its_notes_all_of_the_prose():
 
 def test_a_slide_knows_the_paths_that_come_to_it():
     made = slides(f"<h2>Bytes</h2>{TABLE}", f"<h2>A <code>sum</code>, whole</h2>{TABLE}")
-    some = paths.Piece("a", "A", [("a-sum-whole", "A `sum`, whole")], [], 1, 0)
-    mark(made, [("all", paths.Piece("a", "A", [], [], 1, 0)), ("some", some), ("some", some)])
+    some = paths.Segment("a", "A", [("a-sum-whole", "A `sum`, whole")], [], 1, 0)
+    mark(made, [("all", paths.Segment("a", "A", [], [], 1, 0)), ("some", some), ("some", some)])
     assert [slide.paths for slide in made] == [["all", "some"], ["all"], ["all", "some"]]
     assert 'data-paths="all some"' in document(made, "a.html", "../")
 

@@ -10,11 +10,11 @@ import nbformat
 import pytest
 
 from shardcourse import build
-from shardcourse.build.exercises import exercises
-from shardcourse.build.reading import parts
+from shardcourse.build.exercises import make_exercise_notebook
+from shardcourse.build.reading import split_parts
 from shardlab.common import show
 
-TOPICS = build.lessons(show.ROOT)
+TOPICS = build.list_lessons(show.ROOT)
 
 
 # --- Exercises as notebooks ---------------------------------------------------------------------
@@ -37,9 +37,9 @@ def names(source):
 @pytest.mark.parametrize("topic", TOPICS)
 def test_exercises_hold_no_solution_and_all_that_they_and_a_solution_use(topic, root):
     """The notebook has all names that exercises and solutions use; test_check runs the cells."""
-    book = exercises(topic, root)
+    book = make_exercise_notebook(topic, root)
     nbformat.validate(book)
-    lesson = list(parts(build.notebook(topic, root)))
+    lesson = list(split_parts(build.load_notebook(topic, root)))
     code = [cell.source for cell in book.cells if cell.cell_type == "code"]
     text = "\n".join(cell.source for cell in book.cells)
     assert code[1:] == [p.text for p in lesson if p.place == "exercise" and p.kind == "code"]
@@ -61,7 +61,7 @@ def test_exercises_hold_no_solution_and_all_that_they_and_a_solution_use(topic, 
     for text in words:  # their targets are not in the notebook
         assert "```{" not in text
         assert not re.search(r"\{[\w:]+\}`|\]\((?!https?:)", text)
-    assert nbformat.writes(book) == nbformat.writes(exercises(topic, root))
+    assert nbformat.writes(book) == nbformat.writes(make_exercise_notebook(topic, root))
 
 
 def test_every_lesson_offers_its_exercises(site, root):
@@ -69,4 +69,4 @@ def test_every_lesson_offers_its_exercises(site, root):
         lesson = (site / f"lessons/{topic}.html").read_text("utf-8")
         assert f'href="../downloads/{topic}_exercises.ipynb"' in lesson
         book = nbformat.read(site / f"downloads/{topic}_exercises.ipynb", as_version=4)
-        assert book.cells == exercises(topic, root).cells
+        assert book.cells == make_exercise_notebook(topic, root).cells

@@ -16,7 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 TOPICS = sorted(path.stem for path in ROOT.glob("lessons/*.md"))
 
 # The lesson on the whole subject uses every module; its own module belongs to another lesson.
-BRINGS = {name: topic.module for name, topic in index.read(ROOT).topics.items() if topic.module}
+BRINGS = {
+    name: topic.module for name, topic in index.read_index(ROOT).topics.items() if topic.module
+}
 
 
 @pytest.mark.parametrize("topic", [*TOPICS, "notation"])

@@ -40,13 +40,13 @@ def good() -> dict:
 def test_a_bad_entry_is_named(small: Path, place: int, change: dict, says: str) -> None:
     data = good()
     data["parts"][0]["topics"][place] |= change
-    (small / index.TOPICS).write_text(yaml.safe_dump(data))
+    (small / index.TOPICS_FILE).write_text(yaml.safe_dump(data))
     with pytest.raises(ValueError, match=says):
-        index.read(small)
+        index.read_index(small)
 
 
 def test_what_is_out_of_step_is_named(root: Path, small: Path, monkeypatch, capsys) -> None:
-    (small / index.TOPICS).write_text(yaml.safe_dump(good()))
+    (small / index.TOPICS_FILE).write_text(yaml.safe_dump(good()))
     (small / "figures").mkdir()
     shutil.copy(root / "figures/index.py", small / "figures")
     mark = "<!-- topics: {} -->\n<!-- end -->\n"
@@ -54,7 +54,7 @@ def test_what_is_out_of_step_is_named(root: Path, small: Path, monkeypatch, caps
     (small / "README.md").write_text("before\n" + mark.format("lessons") + "after\n")
     (small / "book/index.md").write_text(mark.format("map"))
     with pytest.raises(ValueError, match="index.md: wanted is <!-- topics: table --> … <!-- e"):
-        index.made(small)
+        index.generate_files(small)
     (small / "book/index.md").write_text(mark.format("map") + mark.format("table"))
 
     monkeypatch.chdir(small)
@@ -69,7 +69,7 @@ def test_what_is_out_of_step_is_named(root: Path, small: Path, monkeypatch, caps
 
 
 def test_every_path_keeps_to_what_it_promises(root: Path) -> None:
-    for way in index.read(root).ways.values():
+    for way in index.read_index(root).ways.values():
         for sitting in way.sittings:
             spent = sitting.read + (0 if way.reading else sitting.solve)
             assert abs(spent - sitting.minutes) <= 0.1 * sitting.minutes, (way.title, sitting.name)

@@ -16,7 +16,7 @@ from shardtools import __main__
 
 
 def test_what_is_made_is_in_step(root):
-    late = [str(path.relative_to(root)) for path in pairs.out_of_step(root)]
+    late = [str(path.relative_to(root)) for path in pairs.find_outdated(root)]
     assert late == [], "run `make pairs`"
 
 
@@ -51,7 +51,7 @@ def test_scripts_run_without_jupyter(root, tmp_path, request):
             text=True,
         )
 
-    topics = build.lessons(root)
+    topics = build.list_lessons(root)
     with ThreadPoolExecutor(2) as pool:
         for topic, done in zip(topics, pool.map(run, topics), strict=True):
             assert done.returncode == 0, topic + done.stdout[-2000:] + done.stderr[-2000:]

@@ -65,13 +65,13 @@ def book(tmp_path: Path) -> Book:
 
 
 def test_a_page_runs_in_its_own_folder_and_its_key_holds_what_it_reaches(book: Book) -> None:
-    made = build.execute("book/questions", book.root)
+    made = build.execute_page("book/questions", book.root)
     assert made.cells[0].outputs[0].text == "the answer is 42 beside it\n"
-    assert build.changed(made, "book/questions", book.root) == []
-    assert {"book/note.txt", "code/shardlab/second.py"} <= set(build.about(made)["files"])
+    assert build.list_outdated_reasons(made, "book/questions", book.root) == []
+    assert {"book/note.txt", "code/shardlab/second.py"} <= set(build.get_metadata(made)["files"])
     book.edit("book/questions.md", "answer()", "1 / 0")
     with pytest.raises(build.LessonError, match="^book/questions.md, code cell 1 of 1: Zero"):
-        build.execute("book/questions", book.root)
+        build.execute_page("book/questions", book.root)
 
 
 def test_the_build_executes_such_a_page_when_what_it_reaches_changes(book: Book) -> None:

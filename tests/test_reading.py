@@ -14,7 +14,7 @@ from throwaway import HEADER
 
 from shardcourse import build
 from shardcourse.build import lab
-from shardcourse.build.reading import reading
+from shardcourse.build.reading import export_notebook
 from shardlab.common import PACKAGES
 
 CELL = "```{code-cell} ipython3\n:tags: [hide-input]\n\n# Sets up\nx = 1\n```\n"
@@ -118,7 +118,7 @@ def texts(book: nbformat.NotebookNode) -> list[str]:
 
 
 def test_a_lesson_in_plain_markdown(course):
-    book = reading("one", course, beside=True)
+    book = export_notebook("one", course, beside=True)
     nbformat.validate(book)
     first, exercises, asked, solved, after = texts(book)
     assert "[above](#here), [elsewhere](other.ipynb), [the code](../code/a.py), none." in first
@@ -138,7 +138,7 @@ def test_a_lesson_in_plain_markdown(course):
 
 def test_what_is_folded(course):
     asked, solved, setup = (
-        cell for cell in reading("one", course).cells if cell.cell_type == "code"
+        cell for cell in export_notebook("one", course).cells if cell.cell_type == "code"
     )
     assert asked.source == "answer = ..." and "jupyter" not in asked.metadata
     assert solved.source == "# Solution to exercise 1\nanswer = 2"
@@ -148,22 +148,22 @@ def test_what_is_folded(course):
 
 
 def test_a_notebook_that_is_sent_away_holds_its_pictures_and_leads_nowhere(course):
-    text = "\n".join(texts(reading("one", course)))
+    text = "\n".join(texts(export_notebook("one", course)))
     assert "See [above](#here), elsewhere, the code, none." in text and "`shardlab`" in text
     assert text.count('src="data:image/svg+xml;base64,') == 2 and "figures/" not in text
-    colab = reading("one", course, picture=lambda path: f"https://a.b/{path}")
+    colab = export_notebook("one", course, picture=lambda path: f"https://a.b/{path}")
     assert "![One](https://a.b/../figures/box.svg)" in "\n".join(texts(colab))
 
 
 def test_a_directive_without_a_plain_form_is_named(course):
     (course / "lessons/one.md").write_text(HEADER + "# T\n\n```{mermaid}\nx\n```\n")
     with pytest.raises(ValueError, match="{mermaid} has no plain form"):
-        reading("one", course)
+        export_notebook("one", course)
 
 
 def test_no_page_keeps_what_only_the_site_understands(root):
-    for name in build.pages(root):
-        book = reading(name, root, beside=True)
+    for name in build.list_pages(root):
+        book = export_notebook(name, root, beside=True)
         nbformat.validate(book)
         for text in texts(book):
             prose = re.sub(r"(?ms)^```\w*$.*?^```$", "", text)
@@ -176,28 +176,30 @@ def test_no_page_keeps_what_only_the_site_understands(root):
 
 
 def test_lab_is_written_once_and_anew_when_a_lesson_changes(course):
-    assert lab.write(course) == [f"wrote lab/{n}.ipynb" for n in ("contents", "one", "other")]
+    assert lab.write_notebooks(course) == [
+        f"wrote lab/{n}.ipynb" for n in ("contents", "one", "other")
+    ]
     contents, one = (nbformat.read(course / f"lab/{n}.ipynb", 4) for n in ("contents", "one"))
     assert "- [A lesson](one.ipynb)\n- [Another](other.ipynb)" in contents.cells[0].source
     assert "Next: [Another](other.ipynb)" in one.cells[-1].source
-    assert lab.write(course) == []
+    assert lab.write_notebooks(course) == []
     with (course / "lessons/other.md").open("a") as file:
         file.write("\nMore.\n")
-    assert lab.write(course) == ["wrote lab/other.ipynb"]
+    assert lab.write_notebooks(course) == ["wrote lab/other.ipynb"]
     assert not (course / "lab/kept").exists()
 
 
 def test_nothing_that_a_reader_did_is_lost(course):
-    lab.write(course)
+    lab.write_notebooks(course)
     path = course / "lab/other.ipynb"
     book = nbformat.read(path, 4)
     book.cells[1].outputs = [nbformat.v4.new_output("stream", text="mine\n")]
     nbformat.write(book, path)
     mine = path.read_text()
-    assert lab.write(course) == [] and path.read_text() == mine  # the lesson is unchanged
+    assert lab.write_notebooks(course) == [] and path.read_text() == mine  # the lesson is unchanged
     with (course / "lessons/other.md").open("a") as file:
         file.write("\nMore.\n")
-    (said,) = lab.write(course)
+    (said,) = lab.write_notebooks(course)
     assert "More." in path.read_text()
     (kept,) = (course / "lab/kept").glob("*.ipynb")
     assert str(kept.relative_to(course)) in said and kept.read_text() == mine
@@ -237,9 +239,9 @@ def test_what_lessons_import_is_declared(root):
 
 
 def test_no_page_reads_what_only_the_course_has(root):
-    reader = build.Reader(root)
-    for name in build.pages(root):
-        files = build.reach(name, root, reader=reader).files
+    finder = build.DependencyFinder(root)
+    for name in build.list_pages(root):
+        files = build.compute_key(name, root, finder=finder).files
         assert [path for path in files if not path.startswith("code/shard")] == [], name
-        cells = "\n".join(cell.source for cell in build.code_cells(build.notebook(name, root)))
+        cells = "\n".join(cell.source for cell in build.code_cells(build.load_notebook(name, root)))
         assert "show.ROOT" not in cells and "runpy" not in cells, name

@@ -19,7 +19,7 @@ def book(tmp_path):
 
 
 def reached(book):
-    return set(build.reach("small", book.root).files)
+    return set(build.compute_key("small", book.root).files)
 
 
 # --- The key ----------------------------------------------------------------------------------
@@ -76,56 +76,60 @@ def test_key_follows_imports_and_paths(book, cell, path):
     ],
 )
 def test_key_changes_with_what_outputs_depend_on(book, name, old, new, same):
-    before = build.reach("small", book.root).text
+    before = build.compute_key("small", book.root).text
     book.edit(name, old, new)
-    assert (build.reach("small", book.root).text == before) is same
+    assert (build.compute_key("small", book.root).text == before) is same
     book.edit(name, new, old)
-    assert build.reach("small", book.root).text == before
+    assert build.compute_key("small", book.root).text == before
 
 
 def test_key_says_what_changed(book):
-    lesson = build.execute("small", book.root)
-    assert build.changed(lesson, "small", book.root) == []
+    lesson = build.execute_page("small", book.root)
+    assert build.list_outdated_reasons(lesson, "small", book.root) == []
     book.edit("lessons/small.md", "the answer is", "the answer was")
     book.edit("code/shardlab/second.py", "42", "41")
     book.edit("code/shardlab/first.py", "from", "from .third import VALUE as _\nfrom")
-    assert build.changed(lesson, "small", book.root) == [
+    assert build.list_outdated_reasons(lesson, "small", book.root) == [
         "code cell 2 changed",
         "code/shardlab/first.py changed",
         "code/shardlab/second.py changed",
         "code/shardlab/third.py is used now",
     ]
     book.edit("lessons/small.md", "# A small lesson\n", "# A small lesson\n\n```{code-cell}\n```\n")
-    assert "3 code cells instead of 2" in build.changed(lesson, "small", book.root)
+    assert "3 code cells instead of 2" in build.list_outdated_reasons(lesson, "small", book.root)
 
 
 def test_recording_that_was_edited_or_cut_does_not_hold(book):
     book.record_lesson()
     text = book.recording.read_text()
-    assert build.changed(build.load(book.recording), "small", book.root) == []
+    assert (
+        build.list_outdated_reasons(build.load_recording(book.recording), "small", book.root) == []
+    )
     book.recording.write_text(text.replace("the answer is", "another cell"))
-    assert build.changed(build.load(book.recording), "small", book.root) == ["code cell 2 changed"]
+    assert build.list_outdated_reasons(
+        build.load_recording(book.recording), "small", book.root
+    ) == ["code cell 2 changed"]
     for broken in (text[:-100], "", "{}", "[]"):
         book.recording.write_text(broken)
-        assert build.load(book.recording) is None
-    assert build.load(book.root / "none.ipynb") is None
+        assert build.load_recording(book.recording) is None
+    assert build.load_recording(book.root / "none.ipynb") is None
 
 
 # --- Executing --------------------------------------------------------------------------------
 
 
 def test_recording_holds_code_cells_outputs_and_where_it_was_made(book, no_leftovers):
-    lesson = build.execute("small", book.root)
+    lesson = build.execute_page("small", book.root)
     nbformat.validate(lesson)
     assert [cell.cell_type for cell in lesson.cells] == ["code", "code"]
     assert lesson.cells[-1].outputs[0].text == "the answer is 42\n"
-    about = build.about(lesson)
+    about = build.get_metadata(lesson)
     assert about["device"]["kind"] == "cpu"
     assert about["device"]["cores"] >= 1
     assert about["versions"]["python"] == sys.version.split()[0]
     assert about["seconds"] > 0
     assert about["ranks"] == []
-    assert build.execute("small", book.root).cells == lesson.cells  # including ids
+    assert build.execute_page("small", book.root).cells == lesson.cells  # including ids
 
 
 @pytest.mark.parametrize(
@@ -140,7 +144,7 @@ def test_failing_cell_is_named(book, cell, words, no_leftovers):
     measures = f"```{{code-cell}} ipython3\n:tags: [measured]\n\n{cell}\n```\n"
     book.write("lessons/small.md", f"{HEADER}# T\n\n{meant}\n{measures}")
     with pytest.raises(build.LessonError) as caught:
-        build.execute("small", book.root)
+        build.execute_page("small", book.root)
     assert str(caught.value).startswith(f"lessons/small.md, code cell 2 of 2: {words}")
 
 
@@ -149,7 +153,7 @@ def test_recording_counts_the_ranks_that_ran(book, root, no_leftovers):
     book.write("lessons/small.md", f"{HEADER}# T\n\n```{{code-cell}} ipython3\n{cell}\n```\n")
     (book.root / "code/shardlab").rename(book.root / "away")
     (book.root / "code/shardlab").symlink_to(root / "code/shardlab")
-    ran = build.about(build.execute("small", book.root, cpu=True))["ranks"]
+    ran = build.get_metadata(build.execute_page("small", book.root, cpu=True))["ranks"]
     assert ran == [
         {"ranks": 2, "backend": "gloo", "device": "cpu", "runs": 1},
         {"ranks": 3, "backend": "gloo", "device": "cpu", "runs": 1},
@@ -159,9 +163,9 @@ def test_recording_counts_the_ranks_that_ran(book, root, no_leftovers):
 def test_a_cell_has_a_limit(book, monkeypatch):
     cell = "import time; time.sleep(20)"
     book.write("lessons/small.md", f"{HEADER}# T\n\n```{{code-cell}} ipython3\n{cell}\n```\n")
-    monkeypatch.setattr("shardcourse.build.kernel.CELL_TIMEOUT", 1)
+    monkeypatch.setattr("shardcourse.build.kernel.CELL_TIMEOUT_SECONDS", 1)
     with pytest.raises(build.LessonError, match=r"small\.md, code cell 1 .*not end within 1 s"):
-        build.execute("small", book.root)
+        build.execute_page("small", book.root)
 
 
 def claims(needed, why):
@@ -178,13 +182,13 @@ if tries < {needed}:
 def test_a_cell_whose_times_are_not_what_it_claims_has_three_tries(book):
     seen, busy = claims(3, "a quiet machine"), claims(7, BUSY_TEXT)
     book.write("lessons/small.md", f"{HEADER}# T\n\n{seen}\n{busy}")
-    lesson = build.execute("small", book.root)
-    assert build.about(lesson)["again"] == [1, 1, 2, 2]
+    lesson = build.execute_page("small", book.root)
+    assert build.get_metadata(lesson)["again"] == [1, 1, 2, 2]
     first, second = (cell.outputs[0].text for cell in lesson.cells)
     assert first == "3\n" and second.startswith("6\n") and UNSEEN_PREFIX in second
     book.write("lessons/small.md", f"{HEADER}# T\n\n{claims(4, 'a quiet machine')}")
     with pytest.raises(build.LessonError, match="3 times: .*ours is faster"):
-        build.execute("small", book.root)
+        build.execute_page("small", book.root)
 
 
 # --- Opened files -----------------------------------------------------------------------------
@@ -210,12 +214,12 @@ def test_key_holds_what_a_run_opens(book):
     book.write("lessons/small.md", f"{HEADER}# T\n\n```{{code-cell}} ipython3\n{SEEN}\n```\n")
     for name in KEPT:
         book.write(name, "[1.0]")
-    lesson = build.execute("small", book.root)
-    assert build.about(lesson)["opened"] == KEPT
-    assert build.changed(lesson, "small", book.root) == []
+    lesson = build.execute_page("small", book.root)
+    assert build.get_metadata(lesson)["opened"] == KEPT
+    assert build.list_outdated_reasons(lesson, "small", book.root) == []
     book.write(KEPT[0], "[0.5]")
     (book.root / KEPT[3]).unlink()
-    assert build.changed(lesson, "small", book.root) == [
+    assert build.list_outdated_reasons(lesson, "small", book.root) == [
         f"{KEPT[0]} changed",
         f"{KEPT[3]} is used no more",
     ]

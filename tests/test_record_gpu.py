@@ -122,8 +122,8 @@ def test_from_a_call_without_time_to_what_is_carried_home(course, tmp_path, no_l
     home.mkdir()
     unpack[4] = str(course.root / "carried/gpu.zip")
     subprocess.run(unpack, cwd=home, check=True)
-    book = build.load(home / "book/recorded/fine.ipynb")
-    assert build.about(book)["device"]["kind"] == "cuda"
+    book = build.load_recording(home / "book/recorded/fine.ipynb")
+    assert build.get_metadata(book)["device"]["kind"] == "cuda"
     figures = json.loads((home / "benchmarks/recorded/fine_4.json").read_text("utf-8"))
     assert [(row["link"], row["ranks"]) for row in figures["rows"]] == [("gpu", 4)]
 
@@ -179,19 +179,19 @@ def test_a_program_at_its_limit_is_ended_with_all_that_it_started(tmp_path, no_l
     )
     log = tmp_path / "log"
     given = [sys.executable, "-c", code], log, log, 2.0, tmp_path, dict(os.environ)
-    assert child.run(*given, patience=1.0) is None
+    assert child.run_with_time_limit(*given, cleanup_seconds=1.0) is None
     assert len(pids.read_text().split()) == 2
     assert all(is_dead(int(pid)) for pid in pids.read_text().split())
 
 
 def test_a_recording_of_the_cpu_is_none_of_a_gpu(small):
-    book = build.execute("small", small, cpu=True)
+    book = build.execute_page("small", small, cpu=True)
     path = small / "book/recorded/small.ipynb"
-    build.save(book, path)
+    build.save_recording(book, path)
     (step,) = command.plan(small, ["small"], False, 1)
     assert not step.is_current(small)
     book.metadata["shardlab"]["device"] = {"kind": "cuda", "name": "Imaginary Z9", "count": 1}
-    build.save(book, path)
+    build.save_recording(book, path)
     assert step.is_current(small)
     (small / "code/shardlab/second.py").write_text("VALUE = 41\n")
     assert not step.is_current(small)

@@ -49,13 +49,13 @@ while not os.path.exists("../{other}.met"):
 def run_all(book, *names):
     """Run all pages; return each page's events, in order."""
     said = []
-    build.execute_all(names, book.root, lambda *what: said.append(what), cpu=True)
+    build.execute_pages(names, book.root, lambda *what: said.append(what), cpu=True)
     return said
 
 
 @pytest.fixture
 def book(tmp_path, monkeypatch):
-    monkeypatch.setattr(facts, "cores", lambda: 2)
+    monkeypatch.setattr(facts, "count_cores", lambda: 2)
     return Book(tmp_path)
 
 
@@ -90,9 +90,9 @@ def test_an_interrupted_build_leaves_no_kernel_and_no_folder(book, monkeypatch):
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from shardcourse import build
 from shardcourse.build import facts
-facts.cores = lambda: 2
+facts.count_cores = lambda: 2
 root = pathlib.Path({str(book.root)!r})
-build.execute_all(["small", "other"], root, lambda *_: None, cpu=True)"""
+build.execute_pages(["small", "other"], root, lambda *_: None, cpu=True)"""
         started = subprocess.Popen(
             [sys.executable, "-c", script], stderr=subprocess.PIPE, start_new_session=True
         )
@@ -141,9 +141,9 @@ def inside(definition):
 
 def test_a_cell_that_reads_a_clock_has_the_tag_that_lets_it_run_alone(root):
     found, read = [], 0
-    for name in build.pages(root):
+    for name in build.list_pages(root):
         clocks = set(CLOCKS)
-        for number, cell in enumerate(build.code_cells(build.notebook(name, root)), 1):
+        for number, cell in enumerate(build.code_cells(build.load_notebook(name, root)), 1):
             tree = ast.parse(cell.source)
             for node in tree.body:
                 if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -152,7 +152,7 @@ def test_a_cell_that_reads_a_clock_has_the_tag_that_lets_it_run_alone(root):
                     clocks |= {node.name} if reads else set()
             if used := named(tree.body) & clocks:
                 read += 1
-                if kernel.MEASURED not in cell.metadata.get("tags", []):
+                if kernel.MEASURED_TAG not in cell.metadata.get("tags", []):
                     found.append(f"{name}, code cell {number}: {', '.join(sorted(used))}")
     assert read > 50  # there are many
     assert found == []

@@ -157,7 +157,7 @@ def test_set_ups_commands_run_as_printed(command: str, tmp_path: Path) -> None:
 @pytest.mark.alone
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("processes", [2, 4, 8])
-@pytest.mark.parametrize("topic", build.lessons(show.ROOT))
+@pytest.mark.parametrize("topic", build.list_lessons(show.ROOT))
 def test_lessons_run_under_torchrun(topic: str, processes: int, tmp_path: Path) -> None:
     """The script ends with 0, and its cells' assertions hold: equalities, and measurements."""
     script = show.ROOT / "code/lessons" / f"{topic}.py"

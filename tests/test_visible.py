@@ -11,7 +11,7 @@ from shardcourse.build import index
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted((ROOT / "lessons").glob("*.md"))
-PAGES = index.read(ROOT).pages
+PAGES = index.read_index(ROOT).pages
 PROOF = 0.08  # of the visible lines
 CORE = 0.60  # of the core file's lines
 # The command, the figures and the many checks are not what these topics teach.

@@ -128,16 +128,16 @@ class Book:
 
     @property
     def recording(self) -> Path:
-        return self.root / build.RECORDED / "small.ipynb"
+        return self.root / build.RECORDINGS_FOLDER / "small.ipynb"
 
     def record_lesson(self, device: str = "", output: str = "") -> nbformat.NotebookNode:
         """Record the lesson; then set `device` and replace the output of its last cell."""
-        lesson = build.execute("small", self.root)
+        lesson = build.execute_page("small", self.root)
         about = lesson.metadata["shardlab"]
         if device:
             about["device"] = {"kind": "cuda", "name": device, "count": 2, "driver": "999.1"}
             about["ranks"] = [{"ranks": 4, "backend": "gloo", "device": "cuda", "runs": 3}]
         if output:
             lesson.cells[-1].outputs[0].text = output
-        build.save(lesson, self.recording)
+        build.save_recording(lesson, self.recording)
         return lesson

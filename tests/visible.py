@@ -15,7 +15,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardcourse.build.pace import imported, outside, sections, shown
+from shardcourse.build.pace import (
+    collect_imports,
+    iter_shown_lines,
+    list_lesson_parts,
+    split_sections,
+)
 from shardlab.common import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +43,7 @@ class Cell:
 
 
 def list_cells(text: str) -> list[Cell]:
-    code = [part for part in outside(text) if part.kind == "code"]
+    code = [part for part in list_lesson_parts(text) if part.kind == "code"]
     return [Cell(part.text, frozenset(part.cell.metadata.get("tags", []))) for part in code]
 
 
@@ -90,19 +95,19 @@ def count_proof_lines(text: str) -> tuple[int, int]:
 def count_core_lines(text: str, core: Path) -> tuple[int, int]:
     """Return (lines of the file `core` that the lesson shows, its lines), without blank lines."""
     sources = [cell.source for cell in list_cells(text)]
-    names = imported(sources)
-    lines = {line for source in sources for line in shown(source, names)}
+    names = collect_imports(sources)
+    lines = {line for source in sources for line in iter_shown_lines(source, names)}
     there = sum(Path(path).resolve() == core.resolve() for path, _ in lines)
     return there, sum(bool(line.strip()) for line in core.read_text("utf-8").splitlines())
 
 
 def count_words(text: str) -> int:
-    return sum(section.words for section in sections(text))
+    return sum(section.words for section in split_sections(text))
 
 
 def estimate_minutes(text: str) -> float:
     """Return the reading time of a lesson without exercises: prose, and visible code."""
-    return sum(section.minutes for section in sections(text))
+    return sum(section.minutes for section in split_sections(text))
 
 
 def find_module(module: str) -> Path | None:

@@ -53,7 +53,7 @@ class Block:
     @property
     def seconds(self) -> float:
         """Seconds to read the block."""
-        return 60 * pace.minutes(self.words, self.lines)
+        return 60 * pace.estimate_minutes(self.words, self.lines)
 
 
 @dataclass

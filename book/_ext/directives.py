@@ -40,7 +40,7 @@ from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
-from shardcourse.build.quizzes import QUIZZES, read, verdict
+from shardcourse.build.quizzes import QUIZZES_FILE, format_verdict, read_quizzes
 
 # Class of a box -> names of the script and the style that a page with such a box loads.
 LOADS = {"steps": ("steps", "steps"), "predict": ("predict", "asking"), "quiz": ("quiz", "asking")}
@@ -89,8 +89,8 @@ class QuizDirective(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Return the questions with their choices."""
         root = Path(self.env.srcdir)
-        self.env.note_dependency(str(root / QUIZZES))
-        known, name = read(root), self.arguments[0]
+        self.env.note_dependency(str(root / QUIZZES_FILE))
+        known, name = read_quizzes(root), self.arguments[0]
         if name not in known:
             raise self.error(f"quiz: {name!r}; allowed are {', '.join(known)}")
         title = escape(known[name]["title"])
@@ -104,13 +104,13 @@ class QuizDirective(SphinxDirective):
                 right = ' data-right="yes"' if choice.get("right") else ""
                 says = f"<summary>{escape(choice['says'])}</summary>\n"
                 made += [html(f'<details class="quiz-choice"{right}>{says}')]
-                made += [*self._parsed(verdict(choice)), html("</details>\n")]
+                made += [*self._parsed(format_verdict(choice)), html("</details>\n")]
             made.append(html("</div>\n"))
         return [*made, html("</div>\n")]
 
     def _parsed(self, text: str) -> list[nodes.Node]:
         box = nodes.Element()
-        lines = StringList(text.strip().split("\n"), source=str(QUIZZES))
+        lines = StringList(text.strip().split("\n"), source=str(QUIZZES_FILE))
         self.state.nested_parse(lines, self.content_offset, box)
         return box.children
 

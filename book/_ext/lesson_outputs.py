@@ -68,9 +68,9 @@ def choose(app: Sphinx) -> list[str]:
     now: dict[str, Any] = {}
     failures = []
     app.lesson_books = {}
-    names = set(build.pages(root))
+    names = set(build.list_pages(root))
     found: dict[str, Found] = {}
-    reader = build.Reader(root)  # executing a page changes no file
+    finder = build.DependencyFinder(root)  # executing a page changes no file
     for docname in sorted(env.found_docs):
         name = docname.removeprefix(LESSONS)
         if name not in names:
@@ -79,7 +79,7 @@ def choose(app: Sphinx) -> list[str]:
             words = "has no notebook header: its first lines must say format_name: myst"
             failures.append(f"{docname}.md {words}")
             continue
-        found[docname] = _find(name, app, reader)
+        found[docname] = _find(name, app, finder)
     failures += _execute({d.removeprefix(LESSONS): found[d] for d in found}, root)
     if failures:
         raise LessonFailed("\n\n".join(failures))
@@ -89,7 +89,7 @@ def choose(app: Sphinx) -> list[str]:
         now[docname] = {
             "how": page.how,
             "stale": page.stale,
-            "about": build.about(page.book),
+            "about": build.get_metadata(page.book),
             "content": hashlib.sha256(nbformat.writes(page.book).encode()).hexdigest(),
         }
         env.mystnb_config.custom_formats[f"/{docname}.md"] = (read, {"book": page.path}, False)
@@ -101,19 +101,19 @@ def choose(app: Sphinx) -> list[str]:
     return outdated
 
 
-def _find(name: str, app: Sphinx, reader: build.Reader) -> Found:
+def _find(name: str, app: Sphinx, finder: build.DependencyFinder) -> Found:
     """Return a page's recording, or the outputs of an earlier build, or `Found` without outputs."""
     root = Path(app.srcdir)
-    path, stale = root / build.RECORDED / f"{name}.ipynb", []
+    path, stale = root / build.RECORDINGS_FOLDER / f"{name}.ipynb", []
     if path.exists() and os.environ.get("RECORDED") != "0":
-        recording = build.load(path)
+        recording = build.load_recording(path)
         if recording is None:
             stale = ["it cannot be read"]
-        elif not (stale := build.changed(recording, name, root, reader)):
+        elif not (stale := build.list_outdated_reasons(recording, name, root, finder)):
             return Found(path, recording, "recorded", [])
     kept = Path(app.outdir).parent / "executed" / f"{name}.ipynb"
-    book = build.load(kept)
-    holds = book is not None and not build.changed(book, name, root, reader)
+    book = build.load_recording(kept)
+    holds = book is not None and not build.list_outdated_reasons(book, name, root, finder)
     return Found(kept, book if holds and _same_versions(book) else None, "executed", stale)
 
 
@@ -126,7 +126,7 @@ def _execute(found: dict[str, Found], root: Path) -> list[str]:
         begin = f"executed {next(ended)} of {len(todo)}: {name}"
         if not isinstance(book, build.LessonError):
             try:
-                build.save(book, found[name].path)
+                build.save_recording(book, found[name].path)
             except OSError as error:  # a full disk
                 book = build.LessonError(f"{name}.md: its outputs could not be kept: {error}")
         if isinstance(book, build.LessonError):
@@ -134,18 +134,18 @@ def _execute(found: dict[str, Found], root: Path) -> list[str]:
             logger.info("%s, failed", begin)
             return
         found[name].book = book
-        made = build.about(book)
+        made = build.get_metadata(book)
         twice = "".join(f"; code cell {number} measured again" for number in made["again"])
         why = f"; {shortened(found[name].stale)}" if found[name].stale else ""
         logger.info("%s, %.0f s%s%s", begin, made["seconds"], twice, why)
 
     todo = [name for name in found if found[name].book is None]
     # The longest pages go first, so that none of them runs alone at the end.
-    todo.sort(key=lambda name: -key.source(name, root).stat().st_size)
+    todo.sort(key=lambda name: -key.get_source_path(name, root).stat().st_size)
     if todo:
         logger.info("\nexecuting %s of %s pages", len(todo), len(found))
         with _interruptible():
-            build.execute_all(todo, root, done, cpu=True)
+            build.execute_pages(todo, root, done, cpu=True)
     return [failures[name] for name in todo if name in failures]
 
 
@@ -173,13 +173,13 @@ def shortened(reasons: list[str], most: int = 3) -> str:
 
 
 def _same_versions(book: nbformat.NotebookNode) -> bool:
-    made, now = build.about(book)["versions"], facts.versions()
+    made, now = build.get_metadata(book)["versions"], facts.get_versions()
     return {**made, "shardlab": ""} == {**now, "shardlab": ""}  # its files are in the key
 
 
 def read(text: str, book: Path) -> nbformat.NotebookNode:
     """Return the page `text` with the outputs of the executed notebook in the file `book`."""
-    page = with_outputs(build.read(text), build.load(book))
+    page = with_outputs(build.parse_notebook(text), build.load_recording(book))
     for cell in build.code_cells(page):
         _name_fold(cell)
     page.metadata["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}

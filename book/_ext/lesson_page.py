@@ -28,8 +28,8 @@ from sphinx_exercise.nodes import exercise_enumerable_node
 
 from shardcourse import build
 from shardcourse.build import index, pace, pairs, paths
-from shardcourse.build.exercises import exercises
-from shardcourse.build.reading import reading
+from shardcourse.build.exercises import make_exercise_notebook
+from shardcourse.build.reading import export_notebook
 
 DOWNLOADS = "downloads"
 SLIDES = "slides"
@@ -115,7 +115,7 @@ def outputs(app: Sphinx, docname: str, body: BeautifulSoup, context: dict[str, A
 
 def note_ways(app: Sphinx) -> None:
     """Read the course's index into `app.course`."""
-    app.course = index.read(Path(app.srcdir))
+    app.course = index.read_index(Path(app.srcdir))
 
 
 def assumes(app: Sphinx, docname: str) -> str:
@@ -135,11 +135,11 @@ def assumes(app: Sphinx, docname: str) -> str:
         how = app.builder.get_relative_uri(docname, "book/paths")
         time = f'<a href="{how}#how-minutes-are-made">{time}</a>'
     if page.later:
-        some = page.stated - paths.fives(page.first)
+        some = page.stated - paths.round_to_five(page.first)
         each = [f'<a href="#{_id(page.of(a)[0])}">{escape(w)}</a>' for a, w in page.later.items()]
-        time += f" ({some} of them can wait: {index.listed(each)})"
+        time += f" ({some} of them can wait: {index.join_words(each)})"
     time += f", {topic.exercises} for the exercises" if topic.exercises else ""
-    return f'<p class="lesson-assumes">{index.assumes(topic, link)} {time}.</p>'
+    return f'<p class="lesson-assumes">{index.format_prerequisites(topic, link)} {time}.</p>'
 
 
 def _id(section: pace.Section) -> str:
@@ -168,7 +168,7 @@ def leads_to(app: Sphinx, docname: str) -> str:
         return f'<a href="{address}{place}">{escape(words)}</a>'
 
     items = []
-    for way, sitting, piece in paths.onward(app.course.ways, docname):
+    for way, sitting, piece in paths.list_next_segments(app.course.ways, docname):
         on = f"On {link(way.docname, way.title)}" + (f", {sitting.name}" if sitting.name else "")
         end = link(piece.docname, piece.title, piece.begins) if piece else "this was the last"
         items.append(f"<li>{on}: {end}</li>")
@@ -185,7 +185,7 @@ def leads_to(app: Sphinx, docname: str) -> str:
     )
 
 
-def pieces(app: Sphinx, docname: str) -> list[tuple[str, paths.Piece]]:
+def pieces(app: Sphinx, docname: str) -> list[tuple[str, paths.Segment]]:
     """Return the paths that read a page, each with the piece of the page that it reads."""
     every = ((way.path, piece) for way in app.course.ways.values() for _, piece in way.pieces)
     return [(path, piece) for path, piece in every if piece.docname == docname]
@@ -292,12 +292,14 @@ def write_downloads(app: Sphinx, docname: str) -> None:
     """Write a lesson as .md, .ipynb (with the page's outputs) and .py, and its exercises."""
     root, folder = Path(app.srcdir), Path(app.outdir) / DOWNLOADS
     topic = docname.removeprefix("lessons/")
-    book = with_outputs(build.notebook(topic, root), app.lesson_books[docname])
-    asked = exercises(topic, root)
+    book = with_outputs(build.load_notebook(topic, root), app.lesson_books[docname])
+    asked = make_exercise_notebook(topic, root)
     wanted = {
         ".md": (root / f"{docname}.md").read_text("utf-8"),
-        ".ipynb": nbformat.writes(reading(topic, root, book, needs=index.assumed(topic, root))),
-        ".py": pairs.script(topic, root, alone=True),
+        ".ipynb": nbformat.writes(
+            export_notebook(topic, root, book, needs=index.link_prerequisites(topic, root))
+        ),
+        ".py": pairs.make_script(topic, root, alone=True),
         EXERCISES: nbformat.writes(asked) if asked else "",
     }
     folder.mkdir(exist_ok=True)

@@ -49,15 +49,18 @@ def known(exercise: str) -> list[str]:
     return exercises.list_mistakes(exercise) if exercise in exercises.list_names() else []
 
 
-def mark(slides: list[deck.Slide], read: list[tuple[str, paths.Piece]]) -> None:
+def mark(slides: list[deck.Slide], read: list[tuple[str, paths.Segment]]) -> None:
     """Note on each slide the paths that include it.
 
     read: (path's name, piece of the lesson that it reads) each: the whole lesson, or sections.
     """
     for path, piece in read:
-        sections = {pace.anchor(title) for _, title in piece.sections}
+        sections = {pace.make_anchor(title) for _, title in piece.sections}
         for slide in slides:
-            of = {pace.anchor(deck.text(slide.title)), pace.anchor(deck.text(slide.kicker))}
+            of = {
+                pace.make_anchor(deck.text(slide.title)),
+                pace.make_anchor(deck.text(slide.kicker)),
+            }
             here = slide.kind == "title" or not sections or of & sections
             if here and path not in slide.paths:
                 slide.paths.append(path)

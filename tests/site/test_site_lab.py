@@ -15,7 +15,7 @@ import nbformat
 import pytest
 from playwright.sync_api import Browser, Page
 
-from shardcourse.build.reading import reading
+from shardcourse.build.reading import export_notebook
 
 SLOW = 60  # seconds: a kernel has to start, and torch to be imported
 OUTPUTS = """() => Array.from(jupyterapp.shell.currentWidget.content.model.cells)
@@ -63,7 +63,7 @@ def until(true: Callable[[], object]) -> None:
 @pytest.fixture
 def page(tmp_path: Path, root: Path, browser: Browser) -> Iterator[Page]:
     """Open JupyterLab with the lesson on products, its exercises alone, and an endless run."""
-    book = reading("gemm", root, beside=True)
+    book = export_notebook("gemm", root, beside=True)
     code = [n for n, cell in enumerate(book.cells) if cell.cell_type == "code"]
     first = next(n for n, c in enumerate(book.cells) if c.source.startswith("### Exercise 1"))
     asked = book.cells[first : first + 4]

@@ -21,7 +21,7 @@ from shardlab.common import show
 sys.path.append(str(show.ROOT / "book/_ext"))
 import deck
 
-TOPICS = build.lessons(show.ROOT)
+TOPICS = build.list_lessons(show.ROOT)
 DAILY = ("cluster", "pipeline", "zero")  # long code, steps, formulas
 READY = "ready.then(() => true)"
 # On each slide, after its last step (with pictures in steps, after each): elements beyond the edge,

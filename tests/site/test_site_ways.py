@@ -11,7 +11,7 @@ import pytest
 from shardcourse.build import index
 from shardlab.common import show
 
-COURSE = index.read(show.ROOT)
+COURSE = index.read_index(show.ROOT)
 
 
 def test_what_it_is_and_four_ways_in_are_on_one_screen(visit):

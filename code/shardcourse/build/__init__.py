@@ -5,8 +5,8 @@
 
 A recording is book/recorded/<topic>.ipynb: the code cells with their outputs, on what machine they
 were made (`facts`), and a key over everything that they depend on (`key`). The book's build uses a
-recording as long as its key fits; otherwise it executes the lesson with the same `execute`, as it
-does with the pages in book/ that have cells (`pages`): these are cheap, and are not recorded.
+recording as long as its key fits; otherwise it executes the lesson with the same `execute_page`, as it
+does with the pages in book/ that have cells (`list_pages`): these are cheap, and are not recorded.
 Neither needs Sphinx: nbclient, ipykernel and jupytext, and what the lessons import.
 """
 
@@ -19,19 +19,36 @@ from typing import TYPE_CHECKING
 
 from shardtools.options import add_parser, write_file
 
-from .kernel import LessonError, about, changed, execute, execute_all
-from .key import Reader, code_cells, has_cells, lessons, notebook, pages, reach, read
+from .kernel import LessonError, execute_page, execute_pages, get_metadata, list_outdated_reasons
+from .key import (
+    DependencyFinder,
+    code_cells,
+    compute_key,
+    has_cells,
+    list_lessons,
+    list_pages,
+    load_notebook,
+    parse_notebook,
+)
 
 if TYPE_CHECKING:
     import nbformat
 
-RECORDED = Path("book/recorded")
+RECORDINGS_FOLDER = Path("book/recorded")
 # Beside what is used or defined here:
-__all__ = ["Reader", "changed", "code_cells", "execute_all", "has_cells", "notebook", "pages"]
-__all__ += ["reach", "read"]
+__all__ = [
+    "DependencyFinder",
+    "list_outdated_reasons",
+    "code_cells",
+    "execute_pages",
+    "has_cells",
+    "load_notebook",
+    "list_pages",
+]
+__all__ += ["compute_key", "parse_notebook"]
 
 
-def course(start: Path | None = None) -> Path:
+def find_course_root(start: Path | None = None) -> Path:
     """Return the course's folder: the nearest one above `start` (or this file) with lessons/.
 
     Raises ValueError when there is none.
@@ -43,27 +60,27 @@ def course(start: Path | None = None) -> Path:
     raise ValueError(f"{here} is in no course: no folder above it holds _toc.yml and lessons/")
 
 
-def selected(names: list[str], root: Path) -> list[str]:
+def select_topics(names: list[str], root: Path) -> list[str]:
     """Return the topics in `names`, all topics for []. Raises ValueError for an unknown topic."""
-    known = lessons(root)
+    known = list_lessons(root)
     wrong = [name for name in names if name not in known]
     if wrong:
         raise ValueError(f"no such lesson: {', '.join(wrong)}; allowed are {', '.join(known)}")
     return list(dict.fromkeys(names)) or known
 
 
-def load(path: Path) -> nbformat.NotebookNode | None:
+def load_recording(path: Path) -> nbformat.NotebookNode | None:
     """Return the recording in the file `path`; None if there is none or it cannot be read."""
     import nbformat
 
     try:
         book = nbformat.read(path, as_version=4)
-        return book if about(book) else None
+        return book if get_metadata(book) else None
     except Exception:  # whatever the parser raises for a file that is no notebook
         return None
 
 
-def save(book: nbformat.NotebookNode, path: Path) -> None:
+def save_recording(book: nbformat.NotebookNode, path: Path) -> None:
     """Write a recording atomically: a reader finds the old file or the new one, never a part."""
     import nbformat
 
@@ -78,18 +95,18 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def _main(options: argparse.Namespace) -> int:
-    root = course()
-    topics = selected(options.lesson, root)
+    root = find_course_root()
+    topics = select_topics(options.lesson, root)
     failed = 0
     for topic in topics:  # one after another: lessons never share a GPU
         try:
-            book = execute(topic, root)
+            book = execute_page(topic, root)
         except LessonError as error:
             print(error, file=sys.stderr)
             failed += 1
             continue
-        save(book, root / RECORDED / f"{topic}.ipynb")
-        stated = about(book)
+        save_recording(book, root / RECORDINGS_FOLDER / f"{topic}.ipynb")
+        stated = get_metadata(book)
         device = stated["device"]
         print(f"recorded {topic}: {stated['seconds']} s on {device['count']} × {device['name']}")
     return 1 if failed else 0

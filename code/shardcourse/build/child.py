@@ -10,17 +10,17 @@ from pathlib import Path
 
 import psutil
 
-PATIENCE = 10.0  # seconds that a program has to clean up
+CLEANUP_SECONDS = 10.0  # seconds that a program has to clean up
 
 
-def run(
+def run_with_time_limit(
     command: Sequence[str],
     log: Path | None,
     output: Path | None,
     seconds: float | None,
     folder: Path,
     environment: Mapping[str, str],
-    patience: float = PATIENCE,
+    cleanup_seconds: float = CLEANUP_SECONDS,
 ) -> int | None:
     """Run `command` in `folder`; return its exit status, None if `seconds` ran out before.
 
@@ -28,16 +28,16 @@ def run(
     inherits this process's stream. At the limit the program has `patience` seconds to clean up.
     """
     with (
-        open(log, "ab") if log else nullcontext() as told,
-        open(output, "ab") if output else nullcontext() as put_out,
+        open(log, "ab") if log else nullcontext() as stderr_file,
+        open(output, "ab") if output else nullcontext() as stdout_file,
     ):
         process = subprocess.Popen(
             command,
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=put_out,
-            stderr=told,
+            stdout=stdout_file,
+            stderr=stderr_file,
             start_new_session=True,  # the terminal's Ctrl-C reaches this process alone
         )
     try:
@@ -49,9 +49,9 @@ def run(
             started = psutil.Process(process.pid).children(recursive=True)
             process.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
-                process.wait(patience)
+                process.wait(cleanup_seconds)
             for one in (process, *started):
                 with suppress(psutil.NoSuchProcess):
                     one.kill()
             process.wait()
-            psutil.wait_procs(started, timeout=PATIENCE)
+            psutil.wait_procs(started, timeout=CLEANUP_SECONDS)

@@ -15,8 +15,8 @@ import nbformat
 
 from shardlab import __version__
 
-from .key import notebook
-from .reading import Writer, numbered, placed
+from .key import load_notebook
+from .reading import MarkdownWriter, convert_cells, make_notebook
 
 _INTRO = """\
 # Exercises: {title}
@@ -30,23 +30,23 @@ In the course's folder `make lab` opens JupyterLab with all of it: put this file
 _SETUP = "What the lesson imports. Run this cell first."
 
 
-def imports(source: str) -> str:
+def extract_imports(source: str) -> str:
     """Return the import statements of a cell, verbatim."""
     lines = source.splitlines()
     nodes = [n for n in ast.parse(source).body if isinstance(n, ast.Import | ast.ImportFrom)]
     return "\n".join("\n".join(lines[n.lineno - 1 : n.end_lineno]) for n in nodes)
 
 
-def exercises(topic: str, root: Path) -> nbformat.NotebookNode | None:
+def make_exercise_notebook(topic: str, root: Path) -> nbformat.NotebookNode | None:
     """Return the exercises of the lesson `topic` as a notebook; None when it has none.
 
     Cells: an introduction with requirements; the imports of the lesson's first cell; then each
     exercise's title and text, and its cell as the reader gets it. Text between the exercises is
     kept in its place.
     """
-    writer = Writer(topic, root)
+    writer = MarkdownWriter(topic, root)
     writer.labels.clear()  # the labels' targets are not in this notebook
-    lesson = placed(notebook(topic, root), writer)
+    lesson = convert_cells(load_notebook(topic, root), writer)
     asked = [cell for place, cell in lesson if place in ("exercise", "between")]
     asked = [cell for cell in asked if cell.source != "## Exercises"]  # nothing follows it
     if not asked:
@@ -54,9 +54,9 @@ def exercises(topic: str, root: Path) -> nbformat.NotebookNode | None:
     title = lesson[0][1].source.splitlines()[0].removeprefix("# ")
     first = next((cell.source for _, cell in lesson if cell.cell_type == "code"), "")
     new = nbformat.v4
-    return numbered([
+    return make_notebook([
         new.new_markdown_cell(_INTRO.format(title=title, version=__version__)),
         new.new_markdown_cell(_SETUP),
-        new.new_code_cell(imports(first)),
+        new.new_code_cell(extract_imports(first)),
         *asked,
     ])  # fmt: skip

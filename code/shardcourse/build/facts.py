@@ -16,21 +16,21 @@ from contextlib import suppress
 from typing import Any
 
 
-def cpu_name() -> str:
+def get_cpu_name() -> str:
     """Return the processor's name, "" where the system does not report it."""
     with suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
         return next(line.partition(":")[2].strip() for line in file if "model name" in line)
     return platform.processor()
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def driver() -> str:
+def get_driver_version() -> str:
     """Return the NVIDIA driver's version, "" without one."""
     command = ["nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"]
     with suppress(OSError, subprocess.CalledProcessError):
@@ -38,7 +38,7 @@ def driver() -> str:
     return ""
 
 
-def versions() -> dict[str, str]:
+def get_versions() -> dict[str, str]:
     """Return the installed versions of Python, torch, DeepSpeed and the course.
 
     torch's own `__version__` may have a label that its distribution lacks (2.13.0+cu130 and
@@ -54,12 +54,12 @@ def versions() -> dict[str, str]:
     return found
 
 
-def device(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def get_device(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the device that the cells and their ranks used."""
     torch = sys.modules.get("torch")
     used = any(entry["device"] == "cuda" for entry in ranks)
     if torch is None or not (used or torch.cuda.is_initialized()):
-        return {"kind": "cpu", "name": cpu_name(), "count": 1, "cores": cores()}
+        return {"kind": "cpu", "name": get_cpu_name(), "count": 1, "cores": count_cores()}
     count = torch.cuda.device_count()
     hip = getattr(torch.version, "hip", None)  # AMD GPUs have the device type "cuda", too
     names = {torch.cuda.get_device_name(index): None for index in range(count)}
@@ -67,22 +67,22 @@ def device(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "kind": "cuda",
         "name": ", ".join(names),
         "count": count,
-        "driver": driver(),
+        "driver": get_driver_version(),
         "cuda": torch.version.cuda or "",
         **({"hip": hip} if hip else {}),
-        "cores": cores(),
+        "cores": count_cores(),
     }
 
 
-def collect() -> dict[str, Any]:
+def collect_facts() -> dict[str, Any]:
     """Return the device, versions and runs of ranks that a recording stores."""
     run_counts = getattr(sys.modules.get("shardlab.ranks"), "run_counts", {})
     ranks = [
         {"ranks": size, "backend": backend, "device": kind, "runs": runs}
         for (backend, kind, size), runs in sorted(run_counts.items())
     ]
-    return {"device": device(ranks), "versions": versions(), "ranks": ranks}
+    return {"device": get_device(ranks), "versions": get_versions(), "ranks": ranks}
 
 
 if __name__ == "__main__":
-    print(json.dumps(collect()))
+    print(json.dumps(collect_facts()))

@@ -26,15 +26,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from shardcourse.build import RECORDED, about, changed, course, load, selected
-from shardcourse.build.kernel import environment
-from shardcourse.build.key import Key, reach_of_program
+from shardcourse.build import (
+    RECORDINGS_FOLDER,
+    find_course_root,
+    get_metadata,
+    list_outdated_reasons,
+    load_recording,
+    select_topics,
+)
+from shardcourse.build.kernel import build_environment
+from shardcourse.build.key import Key, compute_program_key
 from shardlab.common import show
 from shardtools import options
 
-WORK, FIGURES = Path("_build/gpu"), Path("benchmarks/recorded")
+WORK_FOLDER, RESULTS_FOLDER = Path("_build/gpu"), Path("benchmarks/recorded")
 STEP_SECONDS = {"tests": 900, "lesson": 1800, "benchmark": 3600}  # a step that takes longer hangs
-LEAST_SECONDS = 5.0  # no step is started with less time left
+MIN_STEP_SECONDS = 5.0  # no step is started with less time left
 
 
 @dataclass(frozen=True)
@@ -51,9 +58,9 @@ class Step:
         """Return True if the result exists and was made on a GPU from the current sources."""
         path = root / self.result
         if self.kind == "lesson":
-            book = load(path)
-            made = book is not None and not changed(book, path.stem, root)
-            return made and about(book)["device"]["kind"] == "cuda"
+            book = load_recording(path)
+            made = book is not None and not list_outdated_reasons(book, path.stem, root)
+            return made and get_metadata(book)["device"]["kind"] == "cuda"
         with suppress(OSError, ValueError, LookupError, TypeError):
             return json.loads(path.read_text("utf-8"))["key"] == self.key
         return False
@@ -64,35 +71,39 @@ def plan(root: Path, topics: list[str], tests: bool, gpus: int) -> list[Step]:
     steps = []
     files = [p for p in sorted(root.glob("tests/*.py")) if "mark.gpu" in p.read_text("utf-8")]
     if tests and files:
-        reached = {p: h for file in files for p, h in reach_of_program(file, root).files.items()}
+        reached = {p: h for file in files for p, h in compute_program_key(file, root).files.items()}
         names = [file.relative_to(root).as_posix() for file in files]
         command = ("-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", *names)
-        steps.append(Step("tests", "tests", command, WORK / "tests.json", Key((), reached).text))
+        steps.append(
+            Step("tests", "tests", command, WORK_FOLDER / "tests.json", Key((), reached).text)
+        )
     for topic in topics:
         command = ("-m", "shardlab", "record", topic)
-        steps.append(Step("lesson", f"lesson_{topic}", command, RECORDED / f"{topic}.ipynb"))
+        steps.append(
+            Step("lesson", f"lesson_{topic}", command, RECORDINGS_FOLDER / f"{topic}.ipynb")
+        )
     for topic in topics:
         program = Path(f"benchmarks/{topic}.py")
         if not (root / program).is_file():
             continue
-        key = reach_of_program(program, root).text
+        key = compute_program_key(program, root).text
         for ranks in sorted({2, 4, max(gpus, 4)}):
             command = (str(program), "--json", "--links", "gpu", "--ranks", str(ranks))
-            result = FIGURES / f"{topic}_{ranks}.json"
+            result = RESULTS_FOLDER / f"{topic}_{ranks}.json"
             steps.append(Step("benchmark", f"benchmark_{result.stem}", command, result, key))
     return steps
 
 
-def run(step: Step, root: Path, facts: dict[str, Any], seconds: float) -> str:
+def run_step(step: Step, root: Path, facts: dict[str, Any], seconds: float) -> str:
     """Run a step for at most `seconds`, store its result, and return how it ended."""
     from shardcourse.build import child  # child imports psutil
 
-    log = root / WORK / f"logs/{step.name}.log"
+    log = root / WORK_FOLDER / f"logs/{step.name}.log"
     output = log.with_suffix(".out")
     for path in (log, output):
         path.write_bytes(b"")
     begin, command = time.monotonic(), [sys.executable, *step.command]
-    status = child.run(command, log, output, seconds, root, environment(root))
+    status = child.run_with_time_limit(command, log, output, seconds, root, build_environment(root))
     if status is None:
         return "left" if seconds < STEP_SECONDS[step.kind] else "FAILED: it hung"
     last = (output.read_text("utf-8", "replace").strip().splitlines() or [""])[-1]
@@ -120,63 +131,67 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser = options.add_parser(commands, "gpu", __doc__)
     parser.add_argument("lesson", nargs="*", help="only these lessons and their benchmarks")
     options.add_option(parser, "limit", "seconds that everything may take", "SECONDS")
-    options.add_option(parser, "out", f"folder of gpu.zip ({WORK})", "FOLDER")
+    options.add_option(parser, "out", f"folder of gpu.zip ({WORK_FOLDER})", "FOLDER")
     parser.set_defaults(command=_main)
 
 
 def _main(chosen: argparse.Namespace) -> int:
-    root = course()
+    root = find_course_root()
     limit = float("inf") if chosen.limit is None else options.parse_whole("limit", chosen.limit)
     deadline = time.monotonic() + limit
-    topics = selected(chosen.lesson, root)
-    out = root / WORK if chosen.out is None else options.make_folder("out", chosen.out).resolve()
-    facts = _look(root)
+    topics = select_topics(chosen.lesson, root)
+    out = root / WORK_FOLDER if chosen.out is None else options.make_folder("out", chosen.out).resolve()
+    facts = _collect_gpu_facts(root)
     device = facts["device"]
     print(f"{device['count']} × {device['name']}, driver {device['driver']}", flush=True)
-    (root / WORK / "logs").mkdir(parents=True, exist_ok=True)
+    (root / WORK_FOLDER / "logs").mkdir(parents=True, exist_ok=True)
     steps = plan(root, topics, not chosen.lesson, device["count"])
     results = {step.name: "left" for step in steps}
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends child processes, too
     try:
         # A step with a log failed before, so it goes last: it may take all the time that is left.
-        for step in sorted(steps, key=lambda s: (root / WORK / f"logs/{s.name}.log").exists()):
+        for step in sorted(
+            steps, key=lambda s: (root / WORK_FOLDER / f"logs/{s.name}.log").exists()
+        ):
             left = deadline - time.monotonic()
             if step.is_current(root):
                 results[step.name] = "there already"
-            elif left > LEAST_SECONDS:
+            elif left > MIN_STEP_SECONDS:
                 print(f"{step.name} …", end="", flush=True)
-                results[step.name] = run(step, root, facts, min(left, STEP_SECONDS[step.kind]))
+                results[step.name] = run_step(step, root, facts, min(left, STEP_SECONDS[step.kind]))
                 print(f" {results[step.name]}", flush=True)
-                _archive(out / "gpu.zip", root, steps, results)
+                _write_archive(out / "gpu.zip", root, steps, results)
     except KeyboardInterrupt:
         print("\ninterrupted")
-    _archive(out / "gpu.zip", root, steps, results)
+    _write_archive(out / "gpu.zip", root, steps, results)
     show.table(list(results.items()), ["step", "result"])
-    print(f"Logs: {WORK}/logs. To commit: what is new in {RECORDED} and {FIGURES}.")
+    print(
+        f"Logs: {WORK_FOLDER}/logs. To commit: what is new in {RECORDINGS_FOLDER} and {RESULTS_FOLDER}."
+    )
     print(f"To carry: {out / 'gpu.zip'}; there, python -m zipfile -e gpu.zip .")
     said = [result.partition(":")[0] for result in results.values()]
     return 3 if "left" in said else 1 if "FAILED" in said else 0
 
 
-def _look(root: Path) -> dict[str, Any]:
+def _collect_gpu_facts(root: Path) -> dict[str, Any]:
     """Return the facts that a recording stores of this machine; ValueError without a CUDA GPU."""
     ask = "import torch; torch.ones(1, device='cuda').item(); "
-    ask += "from shardcourse.build import facts; import json; print(json.dumps(facts.collect()))"
+    ask += "from shardcourse.build import facts; import json; print(json.dumps(facts.collect_facts()))"
     command = [sys.executable, "-c", ask]
-    done = subprocess.run(command, env=environment(root), capture_output=True, text=True)
+    done = subprocess.run(command, env=build_environment(root), capture_output=True, text=True)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise ValueError(f"no CUDA GPU here that computes: {why}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _archive(path: Path, root: Path, steps: list[Step], results: dict[str, str]) -> None:
+def _write_archive(path: Path, root: Path, steps: list[Step], results: dict[str, str]) -> None:
     done = ("passed", "there already")
     files = [root / step.result for step in steps if results[step.name] in done]
 
     def write(part: Path) -> None:
         with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
-            for file in [*files, *(root / WORK / "logs").glob("*.*")]:
+            for file in [*files, *(root / WORK_FOLDER / "logs").glob("*.*")]:
                 archive.write(file, file.relative_to(root))
 
     options.write_file("out", path, write)

@@ -18,11 +18,11 @@ from functools import cached_property
 from pathlib import Path
 
 from . import paths
-from .key import lessons
-from .pace import anchor
+from .key import list_lessons
+from .pace import make_anchor
 
-TOPICS = Path("book/topics.yml")
-CLAIMS = Path("book/claims.md")
+TOPICS_FILE = Path("book/topics.yml")
+CLAIMS_FILE = Path("book/claims.md")
 
 
 @dataclass(frozen=True)
@@ -69,77 +69,81 @@ class Index:
     def pages(self) -> dict[str, paths.Page]:
         """Pages of the lessons, by topic."""
         return {
-            name: paths.page(name, self.root, topic.exercises, topic.later)
+            name: paths.load_page(name, self.root, topic.exercises, topic.later)
             for name, topic in self.topics.items()
         }
 
     @cached_property
-    def ways(self) -> dict[str, paths.Way]:
+    def ways(self) -> dict[str, paths.LearningPath]:
         """Paths through the course, by name."""
         titles = {name: topic.title for name, topic in self.topics.items()}
-        return paths.read(self.root, titles, self.pages)
+        return paths.read_paths(self.root, titles, self.pages)
 
 
-def read(root: Path) -> Index:
+def read_index(root: Path) -> Index:
     """Return the index of the course in the folder `root`, without parts if it has no topics.yml.
 
     Raises ValueError, which names the entry, if an entry does not match lessons/.
     """
     import yaml
 
-    if not (root / TOPICS).is_file():
+    if not (root / TOPICS_FILE).is_file():
         return Index(root, [])
     parts = []
-    for entry in yaml.safe_load((root / TOPICS).read_text("utf-8"))["parts"]:
+    for entry in yaml.safe_load((root / TOPICS_FILE).read_text("utf-8"))["parts"]:
         try:
             topics = [Topic(**topic) for topic in entry.pop("topics", ())]
             parts.append(Part(topics=topics, **entry))
         except TypeError as error:
-            raise ValueError(f"{TOPICS}: {entry.get('part')!r}: {error}") from None
+            raise ValueError(f"{TOPICS_FILE}: {entry.get('part')!r}: {error}") from None
     index = Index(root, parts)
     names = [topic.topic for part in parts for topic in part.topics]
-    if sorted(names) != lessons(root):
-        apart = set(names) ^ set(lessons(root)) or {name for name in names if names.count(name) > 1}
-        raise ValueError(f"{TOPICS}: {', '.join(sorted(apart))}: allowed is one topic for a lesson")
+    if sorted(names) != list_lessons(root):
+        apart = set(names) ^ set(list_lessons(root)) or {
+            name for name in names if names.count(name) > 1
+        }
+        raise ValueError(
+            f"{TOPICS_FILE}: {', '.join(sorted(apart))}: allowed is one topic for a lesson"
+        )
     for place, topic in enumerate(index.topics.values()):
         before = names[:place]
         if wrong := {*topic.needs, *topic.after} - {*before}:
             raise ValueError(
-                f"{TOPICS}: topic {topic.topic!r}: needs or after {', '.join(sorted(wrong))}: "
+                f"{TOPICS_FILE}: topic {topic.topic!r}: needs or after {', '.join(sorted(wrong))}: "
                 f"allowed is what comes before: {before}"
             )
     return index
 
 
-def listed(words: Sequence[str]) -> str:
+def join_words(words: Sequence[str]) -> str:
     """Join words for a sentence: "a, b and c"."""
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
-def assumes(topic: Topic, link: Callable[[str], str]) -> str:
+def format_prerequisites(topic: Topic, link: Callable[[str], str]) -> str:
     """Return a sentence with a lesson's prerequisites; `link` turns a topic's name into a link."""
     needs, after = ([link(name) for name in names] for names in (topic.needs, topic.after))
-    said = f"Assumes {listed(needs) or 'PyTorch, and nothing of parallelism'}"
-    return said + (f"; easier after {listed(after)}." if after else ".")
+    said = f"Assumes {join_words(needs) or 'PyTorch, and nothing of parallelism'}"
+    return said + (f"; easier after {join_words(after)}." if after else ".")
 
 
-def assumed(name: str, root: Path) -> str:
+def link_prerequisites(name: str, root: Path) -> str:
     """Return a sentence with a lesson's prerequisites, linked from lessons/; "" for other pages."""
-    topics = read(root).topics
+    topics = read_index(root).topics
     if name not in topics:
         return ""
-    return assumes(topics[name], lambda other: f"[{topics[other].title}]({other}.md)")
+    return format_prerequisites(topics[name], lambda other: f"[{topics[other].title}]({other}.md)")
 
 
-def made(root: Path) -> dict[Path, str]:
+def generate_files(root: Path) -> dict[Path, str]:
     """Return the contents of the files that are generated from the index; {} without an index."""
-    index = read(root)
+    index = read_index(root)
     if not index.parts:
         return {}
     drawing = runpy.run_path(str(root / "figures/index.py"))
     blocks = {
         ("book/index.md", "map"): [f"![{drawing['alt'](index)}](../figures/index_map.svg)"],
-        ("book/index.md", "table"): _table(index),
+        ("book/index.md", "table"): _format_topic_table(index),
         ("README.md", "lessons"): [
             f"- [{topic.title}](lessons/{name}.md): {topic.able}."
             for name, topic in index.topics.items()
@@ -147,13 +151,13 @@ def made(root: Path) -> dict[Path, str]:
     }
     if index.ways:
         project = (root / "book/project.md").is_file()
-        blocks[str(paths.ALL), "paths"] = paths.overview(index.ways, index.pages)
+        blocks[str(paths.OVERVIEW_FILE), "paths"] = paths.format_overview(index.ways, index.pages)
         for way in index.ways.values():
-            blocks[f"{way.docname}.md", "path"] = paths.table(way, project)
-    if (root / CLAIMS).is_file():
-        blocks[str(CLAIMS), "checked"] = _checked(index)
+            blocks[f"{way.docname}.md", "path"] = paths.format_table(way, project)
+    if (root / CLAIMS_FILE).is_file():
+        blocks[str(CLAIMS_FILE), "checked"] = _list_checked_claims(index)
     found = {
-        root / "_toc.yml": _contents(index),
+        root / "_toc.yml": _generate_toc(index),
         root / "figures/index_map.svg": drawing["svg"](index),
     }
     for (name, block), lines in blocks.items():
@@ -166,7 +170,7 @@ def made(root: Path) -> dict[Path, str]:
     return found
 
 
-def _contents(index: Index) -> str:
+def _generate_toc(index: Index) -> str:
     """Return the book's table of contents."""
     import yaml
 
@@ -176,10 +180,10 @@ def _contents(index: Index) -> str:
         parts += [{"caption": part.part, "chapters": chapters}] * bool(chapters)
     toc = {"format": "jb-book", "root": "book/index", "parts": parts}
     text = yaml.safe_dump(toc, sort_keys=False, allow_unicode=True)
-    return f"# Made from {TOPICS} by `make pairs`.\n{text}"
+    return f"# Made from {TOPICS_FILE} by `make pairs`.\n{text}"
 
 
-def _table(index: Index) -> list[str]:
+def _format_topic_table(index: Index) -> list[str]:
     """Return the landing page's table of lessons."""
     lines = ["| part | lesson | what you will be able to do |", "|---|---|---|"]
     for part in index.parts:
@@ -189,18 +193,18 @@ def _table(index: Index) -> list[str]:
     return lines
 
 
-def _checked(index: Index) -> list[str]:
+def _list_checked_claims(index: Index) -> list[str]:
     """Return the claims in boxes marked Checked, page by page, each with a link to its section."""
     titles = {f"lessons/{name}": topic.title for name, topic in index.topics.items()}
     lines = []
     for name in [file for part in index.parts for file in part.files]:
         text = (index.root / f"{name}.md").read_text("utf-8")
         text = re.sub(r"^```{code-cell}.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
-        link = os.path.relpath(f"{name}.md", CLAIMS.parent)
+        link = os.path.relpath(f"{name}.md", CLAIMS_FILE.parent)
         section, claims = "", []
         for heading, claim in _BOX.findall(text):
             section = heading or section
-            claims += [f"- [{claim}]({link}#{anchor(section)})"] * bool(claim)
+            claims += [f"- [{claim}]({link}#{make_anchor(section)})"] * bool(claim)
         if claims:
             title = titles.get(name) or re.search(r"^# (.+)$", text, re.MULTILINE)[1]
             lines += [f"**[{title}]({link})**", "", *claims, ""]

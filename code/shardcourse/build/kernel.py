@@ -1,7 +1,7 @@
 """Executor of pages, each in a Jupyter kernel of this interpreter, that keeps the cells' outputs.
 
 Several pages run side by side in one event loop. Their cells would disturb each other's timings,
-so a cell with the tag MEASURED runs while no other cell does (`Turns`).
+so a cell with the tag MEASURED runs while no other cell does (`ExecutionLock`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,26 @@ from typing import TYPE_CHECKING
 from shardlab.common.show.timing import BUSY_TEXT, UNSEEN_PREFIX
 
 from . import facts
-from .key import Key, Opened, Reader, cell_hash, code_cells, notebook, reach, source
+from .key import (
+    DependencyFinder,
+    FileAuditLog,
+    Key,
+    code_cells,
+    compute_key,
+    get_source_path,
+    hash_cell,
+    load_notebook,
+)
 
 if TYPE_CHECKING:
     import nbformat
     from jupyter_client.manager import AsyncKernelManager
     from nbclient import NotebookClient
 
-AT_ONCE = 2  # pages, and no more than there are cores
-MEASURED = "measured"  # tag of a cell that measures times
-CELL_TIMEOUT = 1200  # seconds: a whole lesson is meant to take a minute
-TRIES = 3  # attempts for a cell whose timings contradict its claim, on a shared machine
+MAX_CONCURRENT_PAGES = 2  # pages, and no more than there are cores
+MEASURED_TAG = "measured"  # tag of a cell that measures times
+CELL_TIMEOUT_SECONDS = 1200  # seconds: a whole lesson is meant to take a minute
+MAX_ATTEMPTS = 3  # attempts for a cell whose timings contradict its claim, on a shared machine
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _ARROW = re.compile(r"(?m)^-+> *(\d+) ")  # marks the current line of a cell in IPython's tracebacks
@@ -41,7 +50,7 @@ class LessonError(RuntimeError):
     """Failure of a cell, in a lesson or in another page."""
 
 
-class Turns:
+class ExecutionLock:
     """Lock for cells of several pages: shared, or exclusive for a cell that measures times.
 
     Turns are given in the order of requests: a measuring cell waits for running cells, and later
@@ -49,24 +58,24 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._door = asyncio.Lock()  # fair: waiters acquire it in order
-        self._places = asyncio.Semaphore(AT_ONCE)
+        self._queue = asyncio.Lock()  # fair: waiters acquire it in order
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT_PAGES)
 
     @asynccontextmanager
     async def turn(self, alone: bool) -> AsyncIterator[None]:
         """Wait for a turn and hold it in the block; with `alone`, while no other turn is held."""
-        wanted = AT_ONCE if alone else 1
-        async with self._door:
+        wanted = MAX_CONCURRENT_PAGES if alone else 1
+        async with self._queue:
             for _ in range(wanted):
-                await self._places.acquire()
+                await self._slots.acquire()
         try:
             yield
         finally:
             for _ in range(wanted):
-                self._places.release()
+                self._slots.release()
 
 
-def execute(name: str, root: Path, cpu: bool = False) -> nbformat.NotebookNode:
+def execute_page(name: str, root: Path, cpu: bool = False) -> nbformat.NotebookNode:
     """Run the cells of the page `name` (see `key`) of the course in `root`, in the page's folder.
 
     The returned notebook holds only the code cells, with outputs; `metadata["shardlab"]` says what
@@ -74,10 +83,10 @@ def execute(name: str, root: Path, cpu: bool = False) -> nbformat.NotebookNode:
 
     Raises LessonError, which names the page, the cell and its error.
     """
-    return asyncio.run(_execute(name, root.resolve(), cpu, Turns()))
+    return asyncio.run(_execute_page(name, root.resolve(), cpu, ExecutionLock()))
 
 
-def execute_all(
+def execute_pages(
     names: list[str],
     root: Path,
     done: Callable[[str, nbformat.NotebookNode | LessonError], None],
@@ -85,21 +94,21 @@ def execute_all(
 ) -> None:
     """Execute the pages `names`, AT_ONCE at a time, or one on a machine with one core.
 
-    done: gets a page's name and its notebook (see `execute`) or error as soon as the page ends.
+    done: gets a page's name and its notebook (see `execute_page`) or error as soon as the page ends.
 
     An interrupt also ends the kernels that were started.
     """
-    asyncio.run(_execute_all(names, root.resolve(), done, cpu))
+    asyncio.run(_execute_pages(names, root.resolve(), done, cpu))
 
 
-async def _execute_all(names: list[str], root: Path, done: Callable, cpu: bool) -> None:
-    turns = Turns()
-    places = asyncio.Semaphore(min(AT_ONCE, facts.cores()))
+async def _execute_pages(names: list[str], root: Path, done: Callable, cpu: bool) -> None:
+    turns = ExecutionLock()
+    places = asyncio.Semaphore(min(MAX_CONCURRENT_PAGES, facts.count_cores()))
 
     async def one(name: str) -> None:
         async with places:
             try:
-                outcome = await _execute(name, root, cpu, turns)
+                outcome = await _execute_page(name, root, cpu, turns)
             except LessonError as error:
                 outcome = error
             done(name, outcome)
@@ -114,22 +123,24 @@ async def _execute_all(names: list[str], root: Path, done: Callable, cpu: bool) 
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _execute(name: str, root: Path, cpu: bool, turns: Turns) -> nbformat.NotebookNode:
+async def _execute_page(
+    name: str, root: Path, cpu: bool, turns: ExecutionLock
+) -> nbformat.NotebookNode:
     import nbformat
 
-    async with turns.turn(alone=False):  # reading takes a second of one core
-        book = notebook(name, root)
-        key = reach(name, root, book)
-    cells = [_blank(cell) for cell in code_cells(book)]
+    async with turns.hold_lock(alone=False):  # reading takes a second of one core
+        book = load_notebook(name, root)
+        key = compute_key(name, root, book)
+    cells = [_copy_without_outputs(cell) for cell in code_cells(book)]
     for place, cell in enumerate(cells):
         cell["id"] = f"cell-{place}"  # the default is random
     lesson = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": KERNELSPEC})
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    about, seconds, again, opened = await _run(name, lesson, root, cpu, turns)
+    about, seconds, again, opened = await _execute_cells(name, lesson, root, cpu, turns)
     opened = [path for path in opened if path not in key.files]
     # A file that changed during execution counts with its old hash: the outputs are from then.
-    async with turns.turn(alone=False):
-        key = Key(key.cells, reach(name, root, book, opened=opened).files | key.files)
+    async with turns.hold_lock(alone=False):
+        key = Key(key.cells, compute_key(name, root, book, opened=opened).files | key.files)
     lesson.metadata["shardlab"] = {
         "topic": name,
         "key": key.text,
@@ -143,13 +154,13 @@ async def _execute(name: str, root: Path, cpu: bool, turns: Turns) -> nbformat.N
     return lesson
 
 
-def about(lesson: nbformat.NotebookNode) -> dict:
+def get_metadata(lesson: nbformat.NotebookNode) -> dict:
     """Return the metadata of a recording; {} if there are none."""
     return dict(lesson.metadata.get("shardlab", {}))
 
 
-def changed(
-    lesson: nbformat.NotebookNode, name: str, root: Path, reader: Reader | None = None
+def list_outdated_reasons(
+    lesson: nbformat.NotebookNode, name: str, root: Path, finder: DependencyFinder | None = None
 ) -> list[str]:
     """Return why the recording `lesson` is outdated for the page `name` of the course in `root`.
 
@@ -157,29 +168,31 @@ def changed(
 
     reader: one that several calls share while no file changes.
     """
-    recorded = about(lesson)
-    key = reach(name, root, reader=reader, opened=recorded.get("opened", ()))
-    cells = [cell_hash(cell) for cell in code_cells(lesson)]
+    recorded = get_metadata(lesson)
+    key = compute_key(name, root, finder=finder, opened=recorded.get("opened", ()))
+    cells = [hash_cell(cell) for cell in code_cells(lesson)]
     if recorded.get("key") == key.text and cells == list(key.cells):
         return []
-    return key.changed(cells, recorded.get("files", {})) or ["its key does not fit its content"]
+    return key.describe_changes(cells, recorded.get("files", {})) or [
+        "its key does not fit its content"
+    ]
 
 
-def _blank(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:
+def _copy_without_outputs(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:
     import nbformat
 
     tags = cell.metadata.get("tags", [])
     return nbformat.v4.new_code_cell(cell.source, metadata={"tags": tags} if tags else {})
 
 
-def environment(root: Path, *first: str) -> dict[str, str]:
+def build_environment(root: Path, *first: str) -> dict[str, str]:
     """Return a child process's variables, with `first` and the course's sources on PYTHONPATH."""
     paths = [*first, str(root / "code"), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
-async def _run(
-    name: str, lesson: nbformat.NotebookNode, root: Path, cpu: bool, turns: Turns
+async def _execute_cells(
+    name: str, lesson: nbformat.NotebookNode, root: Path, cpu: bool, turns: ExecutionLock
 ) -> tuple[dict, float, list[int], list[str]]:
     """Execute the cells of `lesson` in a new kernel and fill in their outputs.
 
@@ -196,22 +209,24 @@ async def _run(
     async def turn(alone: bool = False) -> AsyncIterator[None]:
         nonlocal begin
         asked = time.monotonic()
-        async with turns.turn(alone):
+        async with turns.hold_lock(alone):
             begin += time.monotonic() - asked
             yield
 
     async def attempt(number: int, cell: nbformat.NotebookNode, tries: int) -> None:
         """Execute a cell; repeat it if its timings contradict its claim."""
         await client.async_execute_cell(cell, number - 1, execution_count=number)
-        line = _unseen(cell)
+        line = _find_failed_claim(cell)
         if line and tries > 1:
             again.append(number)
             cell.outputs = []
             await attempt(number, cell, tries - 1)
         elif line and BUSY_TEXT not in line:
-            raise LessonError(_message(shown, number, cells, f"{TRIES} times: {line}"))
+            raise LessonError(
+                _format_cell_error(shown, number, cells, f"{MAX_ATTEMPTS} times: {line}")
+            )
 
-    path = source(name, root)
+    path = get_source_path(name, root)
     shown = path.relative_to(root).as_posix()
     question = nbformat.v4.new_code_cell(
         f"exec({Path(facts.__file__).read_text('utf-8')!r}, {{'__name__': '__main__'}})"
@@ -220,7 +235,7 @@ async def _run(
     again: list[int] = []
     lesson.cells.append(question)
     begin = time.monotonic()
-    options = {"timeout": CELL_TIMEOUT, "record_timing": False, "coalesce_streams": True}
+    options = {"timeout": CELL_TIMEOUT_SECONDS, "record_timing": False, "coalesce_streams": True}
     number = 0
     try:
         with tempfile.TemporaryDirectory(prefix="lesson-", ignore_cleanup_errors=True) as home:
@@ -232,36 +247,36 @@ async def _run(
             )
             client = NotebookClient(lesson, km=manager, **options)
             # Ignore the user's start-up files and history.
-            variables = environment(root, home)
+            variables = build_environment(root, home)
             variables |= {"IPYTHONDIR": home, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
             variables |= {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
-            log = Opened(root, Path(home))
+            log = FileAuditLog(root, Path(home))
             try:
                 async with turn():
                     await client.async_start_new_kernel(env=variables, cwd=str(path.parent))
                     await client.async_start_new_kernel_client()
                 for number, cell in enumerate(cells, 1):
-                    async with turn(alone=MEASURED in cell.metadata.get("tags", [])):
-                        await attempt(number, cell, TRIES)
+                    async with turn(alone=MEASURED_TAG in cell.metadata.get("tags", [])):
+                        await attempt(number, cell, MAX_ATTEMPTS)
                 seconds = time.monotonic() - begin
                 async with turn():
                     await client.async_execute_cell(question, len(cells))
             finally:
                 async with turn():
-                    await _end(manager, client)
+                    await _shut_down_kernel(manager, client)
             opened = log.files()
     except CellExecutionError as error:
         where = _ARROW.search(_ANSI.sub("", error.traceback))  # the first match: the cell's line
         line = f", line {where[1]}" if where else ""
         what = f"{error.ename}{line}: {_ANSI.sub('', error.evalue)}"
-        raise LessonError(_message(shown, number, cells, what)) from None
+        raise LessonError(_format_cell_error(shown, number, cells, what)) from None
     except CellTimeoutError:
-        what = f"it did not end within {CELL_TIMEOUT} s"
-        raise LessonError(_message(shown, number, cells, what)) from None
+        what = f"it did not end within {CELL_TIMEOUT_SECONDS} s"
+        raise LessonError(_format_cell_error(shown, number, cells, what)) from None
     except DeadKernelError:
         if asyncio.current_task().cancelling():  # nbclient reports a cancellation like that, too
             raise asyncio.CancelledError from None
-        raise LessonError(_message(shown, number, cells, "its kernel died")) from None
+        raise LessonError(_format_cell_error(shown, number, cells, "its kernel died")) from None
     except LessonError:
         raise
     except (OSError, RuntimeError) as error:  # a full disk, a kernel that died at its start
@@ -271,7 +286,7 @@ async def _run(
     return json.loads(question.outputs[0].text), seconds, again, opened
 
 
-async def _end(manager: AsyncKernelManager, client: NotebookClient) -> None:
+async def _shut_down_kernel(manager: AsyncKernelManager, client: NotebookClient) -> None:
     """Shut the kernel down, in whatever state it is."""
     if await manager.is_alive():
         await manager.shutdown_kernel()
@@ -280,14 +295,16 @@ async def _end(manager: AsyncKernelManager, client: NotebookClient) -> None:
         client.kc.stop_channels()
 
 
-def _unseen(cell: nbformat.NotebookNode) -> str | None:
+def _find_failed_claim(cell: nbformat.NotebookNode) -> str | None:
     """Return a cell's output line about a timing claim that did not hold; None if all held."""
     texts = (output.text for output in cell.outputs if output.output_type == "stream")
     lines = (line for text in texts for line in text.splitlines())
     return next((line for line in lines if line.startswith(UNSEEN_PREFIX)), None)
 
 
-def _message(path: str, number: int, cells: list[nbformat.NotebookNode], what: str) -> str:
+def _format_cell_error(
+    path: str, number: int, cells: list[nbformat.NotebookNode], what: str
+) -> str:
     source = cells[number - 1].source.strip() if cells and number else ""
     lines = "\n".join(f"    | {line}" for line in source.splitlines())
     return f"{path}, code cell {number} of {len(cells)}: {what}\n{lines}"

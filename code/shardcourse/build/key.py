@@ -6,8 +6,8 @@
 A recording stores the key of the page that it was made from. An equal key means that no code of
 the page has changed since. Prose does not count; of the tags, only `raises-exception` does.
 
-The files are those that the page's sources name (`Reader`), and those that its processes were seen
-to open when it was executed (`Opened`), which the recording lists.
+The files are those that the page's sources name (`DependencyFinder`), and those that its processes were seen
+to open when it was executed (`FileAuditLog`), which the recording lists.
 
 A lesson's name is its topic, "collectives"; the name of a book page with cells is its path,
 "book/questions_map".
@@ -44,9 +44,9 @@ class Key:
     @property
     def text(self) -> str:
         """Hash of the whole key."""
-        return _hash(json.dumps([self.cells, sorted(self.files.items())]).encode(), 64)
+        return _hash_bytes(json.dumps([self.cells, sorted(self.files.items())]).encode(), 64)
 
-    def changed(self, cells: list[str], files: dict[str, str]) -> list[str]:
+    def describe_changes(self, cells: list[str], files: dict[str, str]) -> list[str]:
         """Return how the recorded `cells` and `files` differ from this key, in clauses."""
         clauses = []
         if len(cells) != len(self.cells):
@@ -64,15 +64,15 @@ class Key:
         return clauses
 
 
-def lessons(root: Path) -> list[str]:
+def list_lessons(root: Path) -> list[str]:
     """Return the topics that have a lesson, sorted."""
     return sorted(path.stem for path in (root / "lessons").glob("*.md"))
 
 
-def pages(root: Path) -> list[str]:
+def list_pages(root: Path) -> list[str]:
     """Return the names of all pages with cells to execute: lessons, and some pages of book/."""
     book = sorted((root / "book").glob("*.md"))
-    return [*lessons(root), *(f"book/{path.stem}" for path in book if has_cells(path))]
+    return [*list_lessons(root), *(f"book/{path.stem}" for path in book if has_cells(path))]
 
 
 def has_cells(path: Path) -> bool:
@@ -81,23 +81,23 @@ def has_cells(path: Path) -> bool:
     return header.startswith("---\n") and bool(end) and "format_name: myst" in header
 
 
-def source(name: str, root: Path) -> Path:
+def get_source_path(name: str, root: Path) -> Path:
     """Return the source file of the page `name`."""
     return root / (f"{name}.md" if "/" in name else f"lessons/{name}.md")
 
 
-def notebook(name: str, root: Path) -> nbformat.NotebookNode:
+def load_notebook(name: str, root: Path) -> nbformat.NotebookNode:
     """Return the page as a notebook without outputs."""
-    return read(source(name, root).read_text("utf-8"))
+    return parse_notebook(get_source_path(name, root).read_text("utf-8"))
 
 
-def read(text: str) -> nbformat.NotebookNode:
+def parse_notebook(text: str) -> nbformat.NotebookNode:
     """Parse a page into a notebook without outputs; its metadata hold the cells' line numbers."""
-    return deepcopy(_parsed(text))  # a copy: the caller may add outputs
+    return deepcopy(_parse_cached(text))  # a copy: the caller may add outputs
 
 
 @lru_cache(maxsize=64)
-def _parsed(text: str) -> nbformat.NotebookNode:
+def _parse_cached(text: str) -> nbformat.NotebookNode:
     from jupytext.myst import myst_to_notebook
 
     return myst_to_notebook(text, add_source_map=True)
@@ -108,38 +108,40 @@ def code_cells(book: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     return [cell for cell in book.cells if cell.cell_type == "code"]
 
 
-def cell_hash(cell: nbformat.NotebookNode) -> str:
+def hash_cell(cell: nbformat.NotebookNode) -> str:
     """Return a cell's hash for the key: its source, and whether it is meant to raise."""
     raises = "raises-exception" in cell.metadata.get("tags", [])
-    return _hash(json.dumps([cell.source.strip("\n"), raises]).encode())
+    return _hash_bytes(json.dumps([cell.source.strip("\n"), raises]).encode())
 
 
-class Reader:
+class DependencyFinder:
     """Finder of the files that sources name; it reads each file once, while no file changes."""
 
     def __init__(self, root: Path):
         self.root = root.resolve()
-        self._named: dict[Path, tuple[list[Path], list[str]]] = {}
+        self._references: dict[Path, tuple[list[Path], list[str]]] = {}
         self._modules: dict[tuple[Path, str], list[Path]] = {}
         self._paths: dict[tuple[Path, str], Path | None] = {}
 
-    def reached(self, path: Path, home: Path) -> list[Path]:
+    def list_file_dependencies(self, path: Path, home: Path) -> list[Path]:
         """Return the course files that the file `path` names, if it is run in `home`."""
         if path.suffix != ".py":
             return []
-        if path not in self._named:
-            self._named[path] = self._names(path.read_text("utf-8", "replace"), path.parent)
-        return self._resolved(*self._named[path], home)
+        if path not in self._references:
+            self._references[path] = self._parse_references(
+                path.read_text("utf-8", "replace"), path.parent
+            )
+        return self._resolve_files(*self._references[path], home)
 
-    def reached_from(self, source: str, home: Path) -> list[Path]:
+    def list_code_dependencies(self, source: str, home: Path) -> list[Path]:
         """Return the course files that the code `source` names, if it is run in `home`."""
-        return self._resolved(*self._names(source, home), home)
+        return self._resolve_files(*self._parse_references(source, home), home)
 
-    def _resolved(self, modules: list[Path], strings: list[str], home: Path) -> list[Path]:
-        found = [self._path(text, base) for text in strings for base in (self.root, home)]
+    def _resolve_files(self, modules: list[Path], strings: list[str], home: Path) -> list[Path]:
+        found = [self._resolve_path(text, base) for text in strings for base in (self.root, home)]
         return modules + [path for path in found if path]
 
-    def _path(self, text: str, base: Path) -> Path | None:
+    def _resolve_path(self, text: str, base: Path) -> Path | None:
         """Return the course file at the path `text`, relative to the folder `base`, or None."""
         if (base, text) not in self._paths:
             there = os.path.isfile(os.path.join(base, text))  # rarely: and resolve() is slow
@@ -147,7 +149,7 @@ class Reader:
             self._paths[base, text] = path if path and path.is_relative_to(self.root) else None
         return self._paths[base, text]
 
-    def _names(self, text: str, folder: Path) -> tuple[list[Path], list[str]]:
+    def _parse_references(self, text: str, folder: Path) -> tuple[list[Path], list[str]]:
         """Return the module files that a source imports, and its strings that may be paths."""
         try:
             tree = ast.parse(text)
@@ -158,38 +160,40 @@ class Reader:
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    modules.update(dict.fromkeys(self._module(alias.name, folder)))
+                    modules.update(dict.fromkeys(self._list_module_files(alias.name, folder)))
             elif isinstance(node, ast.ImportFrom):
                 for name in ["", *(alias.name for alias in node.names)]:
                     dotted = ".".join(filter(None, [node.module, name]))
                     if not node.level:
-                        modules.update(dict.fromkeys(self._module(dotted, folder)))
+                        modules.update(dict.fromkeys(self._list_module_files(dotted, folder)))
                     elif (
-                        above := self._below([folder, *folder.parents][node.level - 1])
+                        above := self._split_folder([folder, *folder.parents][node.level - 1])
                     ) is not None:
                         package = [*above, *filter(None, dotted.split("."))]
-                        modules.update(dict.fromkeys(self._parts(package)))
+                        modules.update(dict.fromkeys(self._iter_package_files(package)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 if _MODULE.fullmatch(node.value):
-                    modules.update(dict.fromkeys(self._module(node.value, folder)))
+                    modules.update(dict.fromkeys(self._list_module_files(node.value, folder)))
                 if _FILE.fullmatch(node.value):
                     strings[node.value] = None
         return list(modules), list(strings)
 
-    def _module(self, dotted: str, folder: Path) -> list[Path]:
+    def _list_module_files(self, dotted: str, folder: Path) -> list[Path]:
         """Return the course files that importing `dotted` runs."""
         if (folder, dotted) not in self._modules:
             parts = dotted.split(".")
-            own = self._below(folder) or []  # a script's own folder is on sys.path
+            own = self._split_folder(folder) or []  # a script's own folder is on sys.path
             ways = dict.fromkeys([("code", *parts), (*parts,), (*own, *parts)])
-            self._modules[folder, dotted] = [path for way in ways for path in self._parts(way)]
+            self._modules[folder, dotted] = [
+                path for way in ways for path in self._iter_package_files(way)
+            ]
         return self._modules[folder, dotted]
 
-    def _below(self, folder: Path) -> list[str] | None:
+    def _split_folder(self, folder: Path) -> list[str] | None:
         """Return the folder names from the root to `folder`; None if it is not below the root."""
         return [*folder.relative_to(self.root).parts] if folder.is_relative_to(self.root) else None
 
-    def _parts(self, parts: Iterable[str]) -> Iterator[Path]:
+    def _iter_package_files(self, parts: Iterable[str]) -> Iterator[Path]:
         stem = str(self.root)
         for part in parts:
             stem = os.path.join(stem, part)
@@ -198,11 +202,11 @@ class Reader:
                     yield Path(path)
 
 
-def reach(
+def compute_key(
     name: str,
     root: Path,
     book: nbformat.NotebookNode | None = None,
-    reader: Reader | None = None,
+    finder: DependencyFinder | None = None,
     opened: Iterable[str] = (),
 ) -> Key:
     """Return the current key of the page `name` of the course in the folder `root`.
@@ -211,25 +215,25 @@ def reach(
     reader: one that several calls share while no file changes.
     opened: paths below the root that the page's execution opened, from its recording.
     """
-    reader = reader or Reader(root)
-    cells = code_cells(book or notebook(name, reader.root))
-    home = source(name, reader.root).parent  # the cells' working directory
-    first = [path for cell in cells for path in reader.reached_from(cell.source, home)]
-    seen = [path for path in map(reader.root.joinpath, opened) if path.is_file()]
-    exercises = reader.root / "code/shardcourse/exercises" / f"{name}.py"
-    files = _files(first, reader, home, exercises, seen)
-    return Key(tuple(cell_hash(cell) for cell in cells), files)
+    finder = finder or DependencyFinder(root)
+    cells = code_cells(book or load_notebook(name, finder.root))
+    home = get_source_path(name, finder.root).parent  # the cells' working directory
+    first = [path for cell in cells for path in finder.list_code_dependencies(cell.source, home)]
+    seen = [path for path in map(finder.root.joinpath, opened) if path.is_file()]
+    exercises = finder.root / "code/shardcourse/exercises" / f"{name}.py"
+    files = _hash_dependencies(first, finder, home, exercises, seen)
+    return Key(tuple(hash_cell(cell) for cell in cells), files)
 
 
-def reach_of_program(path: Path, root: Path) -> Key:
+def compute_program_key(path: Path, root: Path) -> Key:
     """Return the key (files only) of the Python program `path`, run in the folder `root`."""
-    reader = Reader(root)
-    return Key((), _files([reader.root / path], reader, reader.root))
+    finder = DependencyFinder(root)
+    return Key((), _hash_dependencies([finder.root / path], finder, finder.root))
 
 
-def _files(
+def _hash_dependencies(
     first: list[Path],
-    reader: Reader,
+    finder: DependencyFinder,
     home: Path,
     exercises: Path | None = None,
     seen: Iterable[Path] = (),
@@ -245,21 +249,21 @@ def _files(
         if path in found:
             continue
         found[path] = None
-        todo += reader.reached(path, home)
+        todo += finder.list_file_dependencies(path, home)
         # No import names a lesson's exercises: check() finds them by the topic's name.
         if exercises and path.parent == exercises.parent and exercises.is_file():
             todo.append(exercises)
     found.update(dict.fromkeys(seen))
-    hashes = {p: _file_hash(p, p.stat().st_mtime_ns) for p in found}
-    return dict(sorted((p.relative_to(reader.root).as_posix(), h) for p, h in hashes.items()))
+    hashes = {p: _hash_file(p, p.stat().st_mtime_ns) for p in found}
+    return dict(sorted((p.relative_to(finder.root).as_posix(), h) for p, h in hashes.items()))
 
 
 @lru_cache(maxsize=4096)
-def _file_hash(path: Path, mtime: int) -> str:
-    return _hash(path.read_bytes().replace(b"\r\n", b"\n"))
+def _hash_file(path: Path, mtime: int) -> str:
+    return _hash_bytes(path.read_bytes().replace(b"\r\n", b"\n"))
 
 
-def _hash(data: bytes, digits: int = 16) -> str:
+def _hash_bytes(data: bytes, digits: int = 16) -> str:
     return hashlib.sha256(data).hexdigest()[:digits]
 
 
@@ -302,7 +306,7 @@ if spec and spec.loader:
 '''
 
 
-class Opened:
+class FileAuditLog:
     """Log of the course files that a page's processes open, in `folder`, first on PYTHONPATH.
 
     Only the log shows a path that is made up at run time, by a loop over a folder or by joining
@@ -330,9 +334,11 @@ class Opened:
             told, _, path = os.fsdecode(line).partition(" ")
             found[told].add(os.path.relpath(path, self.root))
         read = found["r"] - found["w"]
-        return sorted(path for path in read if _kept(path) and (self.root / path).is_file())
+        return sorted(
+            path for path in read if _is_course_source(path) and (self.root / path).is_file()
+        )
 
 
-def _kept(path: str) -> bool:
+def _is_course_source(path: str) -> bool:
     parts = Path(path).parts
     return not any(part.startswith((".", "_build")) or part.endswith(".egg-info") for part in parts)

@@ -17,38 +17,38 @@ from typing import TYPE_CHECKING
 
 from shardtools import options
 
-from . import course, index
-from .key import has_cells, source
-from .reading import numbered, reading
+from . import find_course_root, index
+from .key import get_source_path, has_cells
+from .reading import export_notebook, make_notebook
 
 if TYPE_CHECKING:
     import nbformat
 
-LAB = Path("lab")
-CONTENTS = "contents.ipynb"
+LAB_FOLDER = Path("lab")
+CONTENTS_FILE = "contents.ipynb"
 
 
-def write(root: Path) -> list[str]:
+def write_notebooks(root: Path) -> list[str]:
     """Update the folder lab/ of the course in `root`, and return what was done."""
     import nbformat
 
-    folder = root / LAB
+    folder = root / LAB_FOLDER
     folder.mkdir(exist_ok=True)
     contents, names = "# One Model, Many GPUs\n" + _INTRO, []
-    for part in index.read(root).parts:
+    for part in index.read_index(root).parts:
         here = [topic.topic for topic in part.topics]
-        here += [page for page in part.pages if has_cells(source(page, root))]
+        here += [page for page in part.pages if has_cells(get_source_path(page, root))]
         if here:
-            entries = [f"- {_link(name, root)}\n" for name in here]
+            entries = [f"- {_format_link(name, root)}\n" for name in here]
             contents += "".join([f"\n## {part.part}\n\n", *entries])
             names += here
     new = nbformat.v4.new_markdown_cell
-    done = _put(numbered([new(contents)]), folder / CONTENTS, root)
+    done = _update_notebook(make_notebook([new(contents)]), folder / CONTENTS_FILE, root)
     for name, after in zip(names, [*names[1:], None], strict=True):
-        book = reading(name, root, beside=True, needs=index.assumed(name, root))
-        next_one = f"Next: {_link(after, root)} · " if after else ""
-        book.cells.append(new(f"{next_one}[All lessons]({CONTENTS})", id="next"))
-        done += _put(book, folder / f"{Path(name).name}.ipynb", root)
+        book = export_notebook(name, root, beside=True, needs=index.link_prerequisites(name, root))
+        next_one = f"Next: {_format_link(after, root)} · " if after else ""
+        book.cells.append(new(f"{next_one}[All lessons]({CONTENTS_FILE})", id="next"))
+        done += _update_notebook(book, folder / f"{Path(name).name}.ipynb", root)
     return done
 
 
@@ -58,18 +58,18 @@ These notebooks are yours to run and to change; the lessons' sources stay as the
 """
 
 
-def _link(name: str, root: Path) -> str:
+def _format_link(name: str, root: Path) -> str:
     """Return a link to a page's notebook."""
-    lines = source(name, root).read_text("utf-8").splitlines()
+    lines = get_source_path(name, root).read_text("utf-8").splitlines()
     title = next(line[2:] for line in lines if line.startswith("# "))
     return f"[{title}]({Path(name).name}.ipynb)"
 
 
-def _put(book: nbformat.NotebookNode, path: Path, root: Path) -> list[str]:
+def _update_notebook(book: nbformat.NotebookNode, path: Path, root: Path) -> list[str]:
     """Write `book` to `path` if the page has changed; keep a notebook that the reader edited."""
     import nbformat
 
-    made = _mark(book)
+    made = _hash_notebook(book)
     done = []
     if path.exists():
         try:
@@ -79,7 +79,7 @@ def _put(book: nbformat.NotebookNode, path: Path, root: Path) -> list[str]:
             there = before = None
         if before == made:
             return []
-        if before is None or _mark(there) != before:
+        if before is None or _hash_notebook(there) != before:
             kept = path.parent / "kept" / f"{path.stem}-{datetime.now():%Y-%m-%d-%H%M%S}.ipynb"
             kept.parent.mkdir(exist_ok=True)
             path.rename(kept)
@@ -90,7 +90,7 @@ def _put(book: nbformat.NotebookNode, path: Path, root: Path) -> list[str]:
     return done or [f"wrote {path.relative_to(root)}"]
 
 
-def _mark(book: nbformat.NotebookNode) -> str:
+def _hash_notebook(book: nbformat.NotebookNode) -> str:
     """Return a hash that shows whether a notebook is still as it was written."""
     import nbformat
 
@@ -104,6 +104,6 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def _main(_: argparse.Namespace) -> int:
-    for line in write(course()):
+    for line in write_notebooks(find_course_root()):
         print(line)
     return 0

@@ -18,17 +18,17 @@ from typing import Any
 
 from shardlab.common.show.diff import diff_lines
 
-from .key import read
-from .reading import Part, parts
+from .key import parse_notebook
+from .reading import Part, split_parts
 
 # Reading pace for prose with formulas and pictures, and for code that is read to be understood.
-WORDS_A_MINUTE, LINES_A_MINUTE = 150, 8
-LEVELS = {"easy": 1, "medium": 2, "hard": 3, "design": 3}  # relative times of exercises
+WORDS_PER_MINUTE, LINES_PER_MINUTE = 150, 8
+LEVEL_WEIGHTS = {"easy": 1, "medium": 2, "hard": 3, "design": 3}  # relative times of exercises
 
 
-def minutes(words: int, lines: int) -> float:
+def estimate_minutes(words: int, lines: int) -> float:
     """Return the minutes to read `words` words of prose and `lines` lines of code."""
-    return words / WORDS_A_MINUTE + lines / LINES_A_MINUTE
+    return words / WORDS_PER_MINUTE + lines / LINES_PER_MINUTE
 
 
 @dataclass
@@ -44,58 +44,62 @@ class Section:
     @property
     def minutes(self) -> float:
         """Minutes to read the section."""
-        return minutes(self.words, self.lines)
+        return estimate_minutes(self.words, self.lines)
 
 
 @lru_cache
-def outside(text: str) -> list[Part]:
+def list_lesson_parts(text: str) -> list[Part]:
     """Return the parts of a page that are outside exercises and solutions."""
-    return [part for part in parts(read(text)) if part.place in ("lesson", "between")]
+    return [
+        part for part in split_parts(parse_notebook(text)) if part.place in ("lesson", "between")
+    ]
 
 
-def words(prose: str) -> int:
+def count_words(prose: str) -> int:
     """Count the words of prose: a link counts with its text, a picture not at all."""
     prose = re.sub(r"^:{3,}.*$|^`{3,}.*$|^:\w+:.*$", "", prose, flags=re.M)
     prose = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", prose)
     return len(re.sub(r"\]\([^)]*\)", "]", prose).split())
 
 
-def anchor(heading: str) -> str:
+def make_anchor(heading: str) -> str:
     """Return the anchor of a section in its page, as MyST makes it."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
-def sections(text: str) -> list[Section]:
+def split_sections(text: str) -> list[Section]:
     """Return the sections of a page in order, without exercises."""
     found = [Section("", "", 1)]
-    cells = [part for part in outside(text) if part.kind == "code"]
-    names = imported([part.text for part in cells])
+    cells = [part for part in list_lesson_parts(text) if part.kind == "code"]
+    names = collect_imports([part.text for part in cells])
     seen: set[tuple[str, int]] = set()  # a line that is shown twice is read once
-    for part in outside(text):
+    for part in list_lesson_parts(text):
         if part.kind == "title":
-            found.append(Section(anchor(part.text), part.text, 2, words(part.text)))
+            found.append(Section(make_anchor(part.text), part.text, 2, count_words(part.text)))
         elif part.kind == "code":
             if not {"hide-input", "hide-cell"} & {*part.cell.metadata.get("tags", [])}:
                 found[-1].lines += sum(bool(line.strip()) for line in part.text.splitlines())
-            new = set(shown(part.text, names)) - seen
+            new = set(iter_shown_lines(part.text, names)) - seen
             found[-1].lines += len(new)
             seen |= new
         else:
             before, *below = re.split(r"^### +(.+)$", part.text, flags=re.M)
-            found[-1].words += words(before)
+            found[-1].words += count_words(before)
             for title, prose in zip(below[::2], below[1::2], strict=True):
-                found.append(Section(anchor(title), title, 3, words(f"{title}\n{prose}")))
+                found.append(
+                    Section(make_anchor(title), title, 3, count_words(f"{title}\n{prose}"))
+                )
     return found
 
 
-def exercises(text: str) -> list[int]:
+def get_exercise_weights(text: str) -> list[int]:
     """Return the relative time of each of a lesson's exercises, in order."""
     titles = re.findall(r"^`{3,}\{exercise-start\} (.+)$", text, re.M)
     levels = [re.search(r"\((\w+)\)$", title) for title in titles]
-    return [LEVELS[level[1] if level else "medium"] for level in levels]
+    return [LEVEL_WEIGHTS[level[1] if level else "medium"] for level in levels]
 
 
-def imported(cells: list[str]) -> dict[str, Any]:
+def collect_imports(cells: list[str]) -> dict[str, Any]:
     """Return the objects that the cells import from the course's packages, by name."""
     space: dict[str, Any] = {}
     for cell in cells:
@@ -105,7 +109,7 @@ def imported(cells: list[str]) -> dict[str, Any]:
     return space
 
 
-def shown(cell: str, names: dict[str, Any]) -> Iterator[tuple[str, int]]:
+def iter_shown_lines(cell: str, names: dict[str, Any]) -> Iterator[tuple[str, int]]:
     """Yield the non-blank lines (file, number) that a cell shows by show.source and `show_diff`."""
     calls = ast.walk(ast.parse(cell)) if "show.source" in cell or "show_diff(" in cell else []
     for node in calls:

@@ -17,18 +17,18 @@ from pathlib import Path
 
 from shardtools import options
 
-from . import course, index, lessons
-from .key import notebook
-from .reading import extras
+from . import find_course_root, index, list_lessons
+from .key import load_notebook
+from .reading import list_extras
 
-SCRIPTS = Path("code/lessons")
+SCRIPTS_FOLDER = Path("code/lessons")
 TAKE_HOME, TAKEN = Path("code/shardlab/train/take_home.py"), Path("code/train.py")
 _NEEDS = """\
 *As a script: `python {topic}.py` runs it, without Jupyter or a GPU, where the course's package is \
 installed: `{before}pip install "/path/to/the/course{extras}"`.*"""
 
 
-def script(topic: str, root: Path, alone: bool = False) -> str:
+def make_script(topic: str, root: Path, alone: bool = False) -> str:
     """Return the lesson as a plain script: prose as comments, code cells unchanged.
 
     alone: add the requirements, for a reader without the course's folder.
@@ -36,26 +36,31 @@ def script(topic: str, root: Path, alone: bool = False) -> str:
     import jupytext
     from jupytext.config import load_jupytext_config
 
-    book = notebook(topic, root)  # `notebook` drops the metadata that are set below
+    book = load_notebook(topic, root)  # `load_notebook` drops the metadata that are set below
     book.metadata.pop("source_map")
     book.metadata.setdefault("jupytext", {})["default_lexer"] = "ipython3"
     if alone:
-        wanted = extras("\n".join(cell.source for cell in book.cells if cell.cell_type == "code"))
+        wanted = list_extras(
+            "\n".join(cell.source for cell in book.cells if cell.cell_type == "code")
+        )
         before = "DS_BUILD_OPS=0 " if "deepspeed" in wanted else ""
         title, _, prose = book.cells[0].source.partition("\n\n")
         needs = _NEEDS.format(topic=topic, before=before, extras=wanted)
-        assumed = re.sub(r"\]\([^)]*\)|\[", "", index.assumed(topic, root))
+        assumed = re.sub(r"\]\([^)]*\)|\[", "", index.link_prerequisites(topic, root))
         needs += f"\n\n{assumed}" * bool(assumed)
         book.cells[0].source = f"{title}\n\n{needs}\n\n{prose}"
     config = load_jupytext_config(str(root / "lessons"))
     return jupytext.writes(book, fmt="py:percent", config=config)
 
 
-def out_of_step(root: Path) -> dict[Path, str | None]:
+def find_outdated(root: Path) -> dict[Path, str | None]:
     """Return the files that differ from their source, with the right contents (None: no source)."""
-    wanted: dict[Path, str | None] = dict.fromkeys((root / SCRIPTS).glob("*.py"))
-    wanted |= {root / SCRIPTS / f"{topic}.py": script(topic, root) for topic in lessons(root)}
-    wanted |= index.made(root)
+    wanted: dict[Path, str | None] = dict.fromkeys((root / SCRIPTS_FOLDER).glob("*.py"))
+    wanted |= {
+        root / SCRIPTS_FOLDER / f"{topic}.py": make_script(topic, root)
+        for topic in list_lessons(root)
+    }
+    wanted |= index.generate_files(root)
     if (root / TAKE_HOME).is_file():
         wanted[root / TAKEN] = (root / TAKE_HOME).read_text("utf-8")
     return {
@@ -65,10 +70,10 @@ def out_of_step(root: Path) -> dict[Path, str | None]:
     }
 
 
-def write(root: Path) -> list[str]:
+def write_outdated(root: Path) -> list[str]:
     """Write files that are out of date, remove scripts without a lesson, return what was done."""
     done = []
-    for path, text in out_of_step(root).items():
+    for path, text in find_outdated(root).items():
         if text is None:
             path.unlink()
         else:
@@ -86,12 +91,12 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def _main(chosen: argparse.Namespace) -> int:
-    root = course()
+    root = find_course_root()
     if not chosen.check:
-        for line in write(root):
+        for line in write_outdated(root):
             print(line)
         return 0
-    late = out_of_step(root)
+    late = find_outdated(root)
     for path, text in late.items():
         why = "has no lesson" if text is None else "differs from its source"
         print(f"{path.relative_to(root)} {why}: run `make pairs`")

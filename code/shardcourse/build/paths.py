@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from . import pace
-from .key import source
+from .key import get_source_path
 
-PATHS = Path("book/paths.yml")
-ALL = Path("book/paths.md")
+PATHS_FILE = Path("book/paths.yml")
+OVERVIEW_FILE = Path("book/paths.md")
 
 
 @dataclass(frozen=True)
-class Piece:
+class Segment:
     """Page of a path, or some of its sections, and exercises, with the minutes for both."""
 
     page: str  # "zero", or "book/setup"
@@ -44,12 +44,12 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Sitting:
+class Session:
     """Session of a path, such as an afternoon or a week."""
 
     name: str
     minutes: int  # promised by the path's title
-    pieces: Sequence[Piece]
+    pieces: Sequence[Segment]
     project: str = ""  # the part of book/project.md that belongs to it
 
     @property
@@ -64,14 +64,14 @@ class Sitting:
 
 
 @dataclass(frozen=True)
-class Way:
+class LearningPath:
     """Path: its audience, what its readers can do afterwards, and its sessions."""
 
     path: str
     title: str
     whom: str  # completes "it is for …"
     able: str  # completes "after it you can …"
-    sittings: Sequence[Sitting]
+    sittings: Sequence[Session]
     reading: bool = False  # whether the promised minutes are for reading alone
 
     @property
@@ -80,7 +80,7 @@ class Way:
         return f"book/path_{self.path}"
 
     @property
-    def pieces(self) -> list[tuple[Sitting, Piece]]:
+    def pieces(self) -> list[tuple[Session, Segment]]:
         """All pieces in order, each with its session."""
         return [(sitting, piece) for sitting in self.sittings for piece in sitting.pieces]
 
@@ -106,7 +106,7 @@ class Page:
     @cached_property
     def sections(self) -> list[pace.Section]:
         """Sections of the page."""
-        return pace.sections(self.text)
+        return pace.split_sections(self.text)
 
     @property
     def title(self) -> str:
@@ -122,7 +122,7 @@ class Page:
     @property
     def stated(self) -> int:
         """Minutes to read the page, rounded as the site shows them."""
-        return fives(self.read)
+        return round_to_five(self.read)
 
     @cached_property
     def waiting(self) -> list[pace.Section]:
@@ -150,24 +150,28 @@ class Page:
 
     def solve(self, numbers: Sequence[int]) -> int:
         """Return the minutes for these exercises: their share of the time for all exercises."""
-        weights = pace.exercises(self.text)
+        weights = pace.get_exercise_weights(self.text)
         return round(self.minutes * sum(weights[n - 1] for n in numbers) / sum(weights or [1]))
 
 
-def fives(minutes: float) -> int:
+def round_to_five(minutes: float) -> int:
     """Round minutes as the site shows them: to a multiple of five, at least five."""
     return 5 * max(1, round(minutes / 5))
 
 
-def page(name: str, root: Path, minutes: int = 0, later: Mapping[str, str] | None = None) -> Page:
+def load_page(
+    name: str, root: Path, minutes: int = 0, later: Mapping[str, str] | None = None
+) -> Page:
     """Return a page by name, "zero" or "book/setup"; `minutes` are for all its exercises.
 
     later: anchors of the sections that a first reading can skip, with descriptions.
     """
-    return Page(source(name, root).read_text("utf-8"), minutes, later or {})
+    return Page(get_source_path(name, root).read_text("utf-8"), minutes, later or {})
 
 
-def read(root: Path, titles: dict[str, str], lessons: dict[str, Page]) -> dict[str, Way]:
+def read_paths(
+    root: Path, titles: dict[str, str], lessons: dict[str, Page]
+) -> dict[str, LearningPath]:
     """Return the paths of the course in `root` by name, {} if there are none.
 
     titles: titles of the lessons. lessons: their pages.
@@ -175,32 +179,32 @@ def read(root: Path, titles: dict[str, str], lessons: dict[str, Page]) -> dict[s
     """
     import yaml
 
-    if not (root / PATHS).is_file():
+    if not (root / PATHS_FILE).is_file():
         return {}
     pages, found = dict(lessons), {}
-    for entry in yaml.safe_load((root / PATHS).read_text("utf-8")):
+    for entry in yaml.safe_load((root / PATHS_FILE).read_text("utf-8")):
         name = entry.get("path")
         try:
             sittings, begun = [], set()
             for sitting in entry.pop("sittings"):
                 parts = sitting.pop("parts")
-                made = [_piece(part, root, pages, titles, begun) for part in parts]
-                sittings.append(Sitting(pieces=made, **sitting))
-            found[name] = Way(sittings=sittings, **entry)
+                made = [_parse_segment(part, root, pages, titles, begun) for part in parts]
+                sittings.append(Session(pieces=made, **sitting))
+            found[name] = LearningPath(sittings=sittings, **entry)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{PATHS}: path {name!r}: {error}") from None
+            raise ValueError(f"{PATHS_FILE}: path {name!r}: {error}") from None
     return found
 
 
-def _piece(
+def _parse_segment(
     part: Any, root: Path, pages: dict[str, Page], titles: dict[str, str], begun: set[str]
-) -> Piece:
+) -> Segment:
     """Return a part of a path; `begun`: pages whose beginning the path has read already."""
     part = {"page": part} if isinstance(part, str) else dict(part)
     name, wanted, numbers = part.pop("page"), part.pop("sections", None), part.pop("exercises", [])
     if part:
         raise ValueError(f"part {name!r}: {[*part]}: known are page, sections, exercises")
-    it = pages[name] = pages.get(name) or page(name, root)
+    it = pages[name] = pages.get(name) or load_page(name, root)
     there, taken = it.sections if wanted is None else [], []
     for address in wanted or []:
         sections = it.of(address)
@@ -210,21 +214,21 @@ def _piece(
     if wanted and name not in begun:
         there = [it.sections[0], *there]
     begun.add(name)
-    count = len(pace.exercises(it.text))
+    count = len(pace.get_exercise_weights(it.text))
     if any(not 1 <= number <= count for number in numbers):
         raise ValueError(f"page {name!r}: exercises {numbers}: it has {count}")
     spent = round(sum(section.minutes for section in there))
     solve = it.solve(numbers)
-    return Piece(name, titles.get(name, it.title), taken, numbers, spent, solve, begins)
+    return Segment(name, titles.get(name, it.title), taken, numbers, spent, solve, begins)
 
 
-def length(minutes: int) -> str:
+def format_minutes(minutes: int) -> str:
     """Format minutes: "50 min", "2 h 15 min"."""
     hours, left = divmod(minutes, 60)
     return " ".join([f"{hours} h"] * bool(hours) + [f"{left} min"] * bool(left or not hours))
 
 
-def table(way: Way, project: bool) -> list[str]:
+def format_table(way: LearningPath, project: bool) -> list[str]:
     """Return a path's table; `project`: whether there is a page book/project.md."""
     lines = ["| when | read | minutes | exercises | minutes |", "|---|---|--:|---|--:|"]
     if not any(sitting.name for sitting in way.sittings):
@@ -238,28 +242,34 @@ def table(way: Way, project: bool) -> list[str]:
         when = f"**{sitting.name}**"
         for piece in sitting.pieces:
             numbers = ", ".join(map(str, piece.exercises))
-            what = f"{_link(piece)}" if piece.read else f"[{piece.title}](../{piece.docname}.md)"
+            what = (
+                f"{_format_links(piece)}"
+                if piece.read
+                else f"[{piece.title}](../{piece.docname}.md)"
+            )
             lines.append(row(when, what, piece.read or "", numbers, piece.solve or ""))
             when = ""
         if sitting.project and project:
             work = f"[the project](project.md): `{sitting.project}.py`"
             lines.append(row("", work, "", "", ""))
         if named:
-            whole = f"*together {length(sitting.read + sitting.solve)}*"
+            whole = f"*together {format_minutes(sitting.read + sitting.solve)}*"
             lines.append(row("", whole, f"*{sitting.read}*", "", f"*{sitting.solve or ''}*"))
     read, solve = way.read, way.solve
-    lines.append(row("**all**", f"**{length(read + solve)}**", f"**{read}**", "", f"**{solve}**"))
+    lines.append(
+        row("**all**", f"**{format_minutes(read + solve)}**", f"**{read}**", "", f"**{solve}**")
+    )
     return lines
 
 
-def _link(piece: Piece) -> str:
+def _format_links(piece: Segment) -> str:
     home = "" if piece.docname.startswith("book/") else "../"
     name = f"{home}{piece.docname.removeprefix('book/')}.md"
     ends = [f"[{title}]({name}#{place})".replace("|", "\\|") for place, title in piece.sections]
     return f"[{piece.title}]({name})" + (f": {'; '.join(ends)}" if ends else ", all of it")
 
 
-def overview(ways: dict[str, Way], lessons: dict[str, Page]) -> list[str]:
+def format_overview(ways: dict[str, LearningPath], lessons: dict[str, Page]) -> list[str]:
     """Return the table of all paths, and of all lessons together."""
     lines = [
         "| path | for whom | to read | exercises | after it you can |",
@@ -267,17 +277,19 @@ def overview(ways: dict[str, Way], lessons: dict[str, Page]) -> list[str]:
     ]
     for way in ways.values():
         title = f"[{way.title}](path_{way.path}.md)"
-        cells = [title, way.whom, length(way.read), length(way.solve), way.able]
+        cells = [title, way.whom, format_minutes(way.read), format_minutes(way.solve), way.able]
         lines.append(f"| {' | '.join(cells)} |")
-    read = length(sum(page.read for page in lessons.values()))
-    solve = length(sum(page.minutes for page in lessons.values()))
+    read = format_minutes(sum(page.read for page in lessons.values()))
+    solve = format_minutes(sum(page.minutes for page in lessons.values()))
     lines.append(
         f"| all {len(lessons)} lessons | who has a term and more | {read} | {solve} | all of this |"
     )
     return lines
 
 
-def onward(ways: dict[str, Way], docname: str) -> Iterator[tuple[Way, Sitting, Piece | None]]:
+def list_next_segments(
+    ways: dict[str, LearningPath], docname: str
+) -> Iterator[tuple[LearningPath, Session, Segment | None]]:
     """Yield for each path through a page: the path, the session in which it leaves the page,
     and the next piece (None at the path's end).
     """

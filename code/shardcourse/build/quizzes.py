@@ -18,40 +18,42 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-QUIZZES = Path("book/quizzes.yml")
+QUIZZES_FILE = Path("book/quizzes.yml")
 
 
-def read(root: Path) -> dict[str, Any]:
+def read_quizzes(root: Path) -> dict[str, Any]:
     """Return the quizzes by name, as in the file; texts are Markdown.
 
     Raises ValueError for a question without exactly one right choice.
     """
-    return _read(root / QUIZZES, (root / QUIZZES).stat().st_mtime_ns)
+    return _read_cached(root / QUIZZES_FILE, (root / QUIZZES_FILE).stat().st_mtime_ns)
 
 
 @lru_cache
-def _read(path: Path, _changed_at: int) -> dict[str, Any]:
+def _read_cached(path: Path, _changed_at: int) -> dict[str, Any]:
     import yaml
 
     quizzes = yaml.safe_load(path.read_text("utf-8"))
     for name, quiz in quizzes.items():
         for one in quiz["questions"]:
             if sum(choice.get("right", False) for choice in one["choices"]) != 1:
-                raise ValueError(f"{QUIZZES}: {name}: {one['ask']!r}: allowed is one right choice")
+                raise ValueError(
+                    f"{QUIZZES_FILE}: {name}: {one['ask']!r}: allowed is one right choice"
+                )
     return quizzes
 
 
-def verdict(choice: dict[str, Any]) -> str:
+def format_verdict(choice: dict[str, Any]) -> str:
     """Return whether a choice is right, and why, in Markdown."""
     return f"{'**Right.**' if choice.get('right') else '**No.**'} {choice['why'].strip()}"
 
 
-def plain(quiz: dict[str, Any]) -> str:
+def format_quiz(quiz: dict[str, Any]) -> str:
     """Return the quiz as Markdown: each choice unfolds its verdict."""
     lines = [f"**{quiz['title']}**", ""]
     for number, question in enumerate(quiz["questions"], 1):
         lines += [f"{number}. {question['ask'].strip()}", ""]
         for choice in question["choices"]:
             lines += [f"<details><summary>{choice['says']}</summary>", ""]
-            lines += [verdict(choice), "", "</details>", ""]
+            lines += [format_verdict(choice), "", "</details>", ""]
     return "\n".join(lines).rstrip("\n")

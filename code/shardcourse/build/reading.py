@@ -21,7 +21,7 @@ from shardlab import __version__
 
 from . import quizzes
 from .kernel import KERNELSPEC
-from .key import has_cells, notebook, source
+from .key import get_source_path, has_cells, load_notebook
 
 if TYPE_CHECKING:
     import nbformat
@@ -56,7 +56,7 @@ class Part(NamedTuple):
     cell: nbformat.NotebookNode | None = None  # for code
 
 
-def parts(book: nbformat.NotebookNode) -> Iterator[Part]:
+def split_parts(book: nbformat.NotebookNode) -> Iterator[Part]:
     """Yield the page in order; exercises, solutions and sections begin new text parts."""
     place = outside = "lesson"
     for cell in book.cells:
@@ -82,7 +82,7 @@ def _as_solution(answer: re.Match[str]) -> str:
     return f"```{{solution-{'start' if answer[1] else 'end'}}} {answer[1] or ''}\n```"
 
 
-class Writer:
+class MarkdownWriter:
     """Converter of the page `name` of the course in `root` to plain Markdown.
 
     beside: the text is in a folder of the course, so that links lead to its files, and for pages to
@@ -97,14 +97,16 @@ class Writer:
         beside: bool = False,
         picture: Callable[[str], str] | None = None,
     ):
-        self.folder, self.root = source(name, root).parent, root
+        self.folder, self.root = get_source_path(name, root).parent, root
         self.papers = root / "book/references.bib"
-        self.labels = set(re.findall(r"(?m)^\(([\w-]+)\)=$", source(name, root).read_text("utf-8")))
+        self.labels = set(
+            re.findall(r"(?m)^\(([\w-]+)\)=$", get_source_path(name, root).read_text("utf-8"))
+        )
         self.beside = beside
-        stays = str if beside else lambda path: carried(self.folder / path)
+        stays = str if beside else lambda path: embed_picture(self.folder / path)
         self.picture = picture or stays
 
-    def plain(self, text: str) -> str:
+    def convert_text(self, text: str) -> str:
         """Convert MyST to Markdown. Raises ValueError for a directive that has no plain form."""
         done: list[str] = []
         prose: list[str] = []
@@ -120,14 +122,17 @@ class Writer:
                 if line.startswith(ticks) and not line.strip(ticks[0]).strip():
                     break
                 body.append(line)
-            done += [self._prose(prose), self._fenced(ticks, name, title.strip(), body)]
+            done += [
+                self._convert_prose(prose),
+                self._convert_directive(ticks, name, title.strip(), body),
+            ]
             prose = []
-        return "\n".join(filter(None, [*done, self._prose(prose)]))
+        return "\n".join(filter(None, [*done, self._convert_prose(prose)]))
 
-    def _prose(self, lines: list[str]) -> str:
-        return _INLINE.sub(self._inline, "\n".join(lines))
+    def _convert_prose(self, lines: list[str]) -> str:
+        return _INLINE.sub(self._convert_inline, "\n".join(lines))
 
-    def _fenced(self, ticks: str, name: str | None, title: str, body: list[str]) -> str:
+    def _convert_directive(self, ticks: str, name: str | None, title: str, body: list[str]) -> str:
         if name is None:
             return "\n".join([ticks + title, *body, ticks])
         options = {}
@@ -145,22 +150,22 @@ class Writer:
             line = " ".join(filter(None, ["python -m shardlab", title, place, *given]))
             return f"In a terminal:\n\n```bash\n{line}\n```"
         if name == "quiz":
-            return self.plain(quizzes.plain(quizzes.read(self.root)[title]))
-        text = self.plain(text)
+            return self.convert_text(quizzes.format_quiz(quizzes.read_quizzes(self.root)[title]))
+        text = self.convert_text(text)
         if name == "predict":  # the site hides the text below it until a number is entered
             return f"**Predict first.** {text}"
         if name == "step-through":
             return f"**{title}**\n\n{text}"
         if name not in _BOXES:
             raise ValueError(f"the directive {{{name}}} has no plain form: see record/reading.py")
-        title = self._prose([title or name.capitalize()])
+        title = self._convert_prose([title or name.capitalize()])
         kinds = [name, *options.get("class", "").split()]
         if "dropdown" in kinds:
-            return folded(title, text)
+            return fold_text(title, text)
         colour = next((_COLOURS[kind] for kind in kinds[::-1] if kind in _COLOURS), "info")
         return f'<div class="alert alert-{colour}">\n\n**{title}**\n\n{text}\n\n</div>'
 
-    def _inline(self, found: re.Match[str]) -> str:
+    def _convert_inline(self, found: re.Match[str]) -> str:
         role, said, text, to = found["role"], found["said"], found["text"], found["to"]
         if found["code"]:
             return found["code"]
@@ -168,7 +173,9 @@ class Writer:
             return f'<a id="{found["label"]}"></a>\n\n'
         if role in ("cite", "cite:p", "cite:t"):
             form = "{} ({})" if role == "cite:t" else "{}, {}"
-            words = "; ".join(cited(self.papers, key.strip(), form) for key in said.split(","))
+            words = "; ".join(
+                format_citation(self.papers, key.strip(), form) for key in said.split(",")
+            )
             return words if role == "cite:t" else f"({words})"
         if role:
             return f"${said}$" if role == "math" else re.sub(r"\s*<[^>]*>$", "", said)
@@ -177,7 +184,7 @@ class Writer:
             if to.startswith("data:"):  # VS Code needs this form
                 return f'<img src="{to}" alt="{escape(text)}">'
             return f"![{text}]({to})"
-        text = self._prose([text])
+        text = self._convert_prose([text])
         path, _, label = to.partition("#")
         if "://" in to or (not path and label in self.labels):
             return f"[{text}]({to})"
@@ -189,12 +196,12 @@ class Writer:
         return path.endswith(".md") and has_cells(self.folder / path)
 
 
-def folded(title: str, text: str) -> str:
+def fold_text(title: str, text: str) -> str:
     """Return text that is folded below its title."""
     return f"<details><summary><b>{title}</b></summary>\n\n{text}\n\n</details>"
 
 
-def carried(path: Path) -> str:
+def embed_picture(path: Path) -> str:
     """Return a picture as a data address: dark on white, in any theme of the notebook.
 
     JupyterLab 4 shows no SVG that is attached to a cell.
@@ -205,17 +212,17 @@ def carried(path: Path) -> str:
 
 
 @lru_cache(1)
-def _papers(path: Path, _changed: int) -> dict:
+def _load_papers(path: Path, _changed: int) -> dict:
     from pybtex.database import parse_file
 
     return dict(parse_file(str(path), "bibtex").entries)
 
 
-def cited(path: Path, key: str, form: str) -> str:
+def format_citation(path: Path, key: str, form: str) -> str:
     """Return a paper of the file `path` in short, authors and year, with a link if it has one."""
     from pybtex.richtext import Text
 
-    entry = _papers(path, path.stat().st_mtime_ns)[key]
+    entry = _load_papers(path, path.stat().st_mtime_ns)[key]
     names = [
         str(Text.from_latex(" ".join(person.prelast_names + person.last_names))) or "others"
         for person in entry.persons["author"]
@@ -230,7 +237,7 @@ def cited(path: Path, key: str, form: str) -> str:
     return f"[{words}]({link})" if link else words
 
 
-def reading(
+def export_notebook(
     name: str,
     root: Path,
     book: nbformat.NotebookNode | None = None,
@@ -241,31 +248,33 @@ def reading(
     """Return the page `name` (see `key`) as a notebook to read and to run.
 
     book: the page as a notebook with the outputs to show; without outputs if None.
-    beside, picture: see `Writer`.
+    beside, picture: see `MarkdownWriter`.
     needs: the page's prerequisites, which go below its title (`index.assumed`).
     """
     import nbformat
 
-    writer = Writer(name, root, beside, picture)
-    cells = [cell for _, cell in placed(book or notebook(name, root), writer)]
+    writer = MarkdownWriter(name, root, beside, picture)
+    cells = [cell for _, cell in convert_cells(book or load_notebook(name, root), writer)]
     if needs:
         title_line, _, rest = cells[0].source.partition("\n")
-        cells[0].source = f"{title_line}\n\n{writer.plain(needs)}\n{rest}"
+        cells[0].source = f"{title_line}\n\n{writer.convert_text(needs)}\n{rest}"
     if not beside and not picture:
         code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
-        words = _NEEDS.format(package=f"shardlab{extras(code)}", version=__version__)
+        words = _NEEDS.format(package=f"shardlab{list_extras(code)}", version=__version__)
         cells.insert(1, nbformat.v4.new_markdown_cell(words))
-    return numbered(cells)
+    return make_notebook(cells)
 
 
-def placed(book: nbformat.NotebookNode, writer: Writer) -> list[tuple[str, nbformat.NotebookNode]]:
+def convert_cells(
+    book: nbformat.NotebookNode, writer: MarkdownWriter
+) -> list[tuple[str, nbformat.NotebookNode]]:
     """Return the cells of a page to read and to run, each with its place (see `Part`)."""
     import nbformat
 
     new = nbformat.v4
     cells: list[tuple[str, nbformat.NotebookNode]] = []
     number, title, begins = 0, "", False
-    for place, kind, text, cell in parts(book):
+    for place, kind, text, cell in split_parts(book):
         if kind == "title":
             heading = place != "solution"
             number += place == "exercise"
@@ -273,7 +282,7 @@ def placed(book: nbformat.NotebookNode, writer: Writer) -> list[tuple[str, nbfor
             title = text if heading or " " in text else f"Solution to exercise {number}"
             if heading:
                 asked = f"### Exercise {number}: " if place == "exercise" else "## "
-                cells.append((place, new.new_markdown_cell(asked + writer.plain(text))))
+                cells.append((place, new.new_markdown_cell(asked + writer.convert_text(text))))
                 begins = True
             continue
         if kind == "code":
@@ -289,8 +298,8 @@ def placed(book: nbformat.NotebookNode, writer: Writer) -> list[tuple[str, nbfor
                 made.metadata["jupyter"] = {"source_hidden": True}
             cells.append((place, made))
         else:
-            plain = writer.plain(text)
-            plain = folded(title, plain) if place == "solution" else plain
+            plain = writer.convert_text(text)
+            plain = fold_text(title, plain) if place == "solution" else plain
             if begins:  # the heading and the text share one cell
                 cells[-1][1].source += f"\n\n{plain}"
             else:
@@ -299,14 +308,14 @@ def placed(book: nbformat.NotebookNode, writer: Writer) -> list[tuple[str, nbfor
     return cells
 
 
-def extras(code: str) -> str:
+def list_extras(code: str) -> str:
     """Return the extras of the package that a page's code needs: "[deepspeed,lightning]", or ""."""
     code = code.replace("transformers", "deepspeed")  # a dependency of deepspeed
     wanted = ",".join(name for name in ("deepspeed", "lightning", "spmd_types") if name in code)
     return f"[{wanted}]" if wanted else ""
 
 
-def numbered(cells: list[nbformat.NotebookNode]) -> nbformat.NotebookNode:
+def make_notebook(cells: list[nbformat.NotebookNode]) -> nbformat.NotebookNode:
     """Return a notebook of `cells`, with ids that do not change from run to run."""
     import nbformat
 

@@ -50,7 +50,7 @@ def test_the_number_is_the_table_s_own(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "book/_ext"))
     import directives
 
-    assert directives.number(TABLE, "8", "held (GB)") == 1024.5
+    assert directives.find_table_value(TABLE, "8", "held (GB)") == 1024.5
     for row, column in (("9", "held (GB)"), ("8", "held"), ("8", "of all (%)")):
         with pytest.raises(ValueError):
-            directives.number(TABLE, row, column)
+            directives.find_table_value(TABLE, row, column)

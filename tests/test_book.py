@@ -77,20 +77,20 @@ class Page(HTMLParser):
 
 
 @cache
-def _parsed(path: Path, _changed: int) -> Page:
+def _parse_cached(path: Path, _changed: int) -> Page:
     return Page(path.read_text("utf-8"))
 
 
-def parsed(path: Path) -> Page:
+def parse_page(path: Path) -> Page:
     """Return a parsed file, cached while it does not change."""
-    return _parsed(path, path.stat().st_mtime_ns)
+    return _parse_cached(path, path.stat().st_mtime_ns)
 
 
-def foreign(site: Path) -> list[str]:
+def find_foreign_loads(site: Path) -> list[str]:
     """Return every load from another host in the pages and style sheets of `site`."""
     found = []
     for path in [*site.rglob("*.html"), *site.rglob("*.svg")]:
-        found += [f"{path.relative_to(site)}: {x}" for x in parsed(path).foreign]
+        found += [f"{path.relative_to(site)}: {x}" for x in parse_page(path).foreign]
     for path in site.rglob("*.css"):
         text = re.sub(r"/\*.*?\*/", "", path.read_text("utf-8"), flags=re.DOTALL)
         found += [f"{path.relative_to(site)}: {x}" for x in CSS_LOADS.findall(text)]
@@ -99,7 +99,7 @@ def foreign(site: Path) -> list[str]:
 
 def dead_links(site: Path) -> list[str]:
     """Return every link within `site` to a missing file or anchor."""
-    pages = {str(path): parsed(path) for path in site.rglob("*.html")}
+    pages = {str(path): parse_page(path) for path in site.rglob("*.html")}
     files = {str(path) for path in site.rglob("*") if path.is_file()}
     dead = []
     for path, page in pages.items():
@@ -121,7 +121,7 @@ def dead_links(site: Path) -> list[str]:
 
 
 def test_site_asks_no_other_host(site):
-    assert foreign(site) == []
+    assert find_foreign_loads(site) == []
 
 
 def test_links_and_anchors_lead_somewhere(site):
@@ -204,7 +204,7 @@ def small(tmp_path_factory):
 
 
 def test_small_book_is_sound(small):
-    assert foreign(small.root / "_build/html") == []
+    assert find_foreign_loads(small.root / "_build/html") == []
     assert dead_links(small.root / "_build/html") == []
 
 
@@ -240,7 +240,7 @@ def test_buttons_need_a_repository(small):
     assert "mybinder.org/v2/gh/some-owner/some-name/trunk?urlpath=lab%2Ftree%2Flab" in page
     assert "github/some-owner/some-name/blob/notebooks/small.ipynb" in page
     assert f'href="{address}/blob/trunk/code/shardlab/first.py#L4"' in page
-    assert foreign(small.root / "_build/html") == []
+    assert find_foreign_loads(small.root / "_build/html") == []
 
 
 def test_address_that_is_none_is_refused(small):

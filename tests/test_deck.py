@@ -11,7 +11,7 @@ from shardlab.common import show
 
 sys.path.append(str(show.ROOT / "book/_ext"))
 import deck
-from slides import document, mark
+from slides import mark_paths, render_deck
 
 CELL = (
     '<div class="cell {tags}"><div class="cell_input"><pre>{code}</pre></div>'
@@ -30,20 +30,22 @@ EXERCISE = (
 )
 
 
-def slides(*sections: str, opening: str = "") -> list[deck.Slide]:
+def make_deck(*sections: str, opening: str = "") -> list[deck.Slide]:
     """Return the slides of a page with these sections."""
     body = "".join(f'<section id="s{n}">{one}</section>' for n, one in enumerate(sections))
     page = f"<section><h1>A lesson</h1>{opening}{body}</section>"
-    return deck.deck(BeautifulSoup(page, "html.parser"), lambda name: [f"a mistake in {name}"])
+    return deck.make_slides(
+        BeautifulSoup(page, "html.parser"), lambda name: [f"a mistake in {name}"]
+    )
 
 
-def cell(lines: int, tags: str = "", out: str = "") -> str:
+def make_cell(lines: int, tags: str = "", out: str = "") -> str:
     code = "\n".join(f"x{n} = {n}" for n in range(lines))
     return CELL.format(tags=tags, code=code, out=out)
 
 
 def test_a_table_s_numbers_come_with_the_next_step_and_its_labels_before():
-    (_, made) = slides(f"<h2>Bytes</h2>{TABLE}<p>Stage one holds the least of all.</p>")
+    (_, made) = make_deck(f"<h2>Bytes</h2>{TABLE}<p>Stage one holds the least of all.</p>")
     assert "<td>one</td>" in made.body
     assert '<td class="fragment" data-fragment-index="0">12.5</td>' in made.body
     assert made.ask.startswith("what will stand there?")
@@ -53,56 +55,61 @@ def test_a_table_s_numbers_come_with_the_next_step_and_its_labels_before():
 def test_a_question_of_the_page_is_the_slide_s():
     asked = '<div class="predict"><p class="predict-title">Predict first</p><p>How many MB?</p>'
     asked += f'<div class="predict-answer">{TABLE}</div></div>'
-    (_, made) = slides(f"<h2>Bytes</h2><p>Each rank holds a share of them.</p>{asked}")
+    (_, made) = make_deck(f"<h2>Bytes</h2><p>Each rank holds a share of them.</p>{asked}")
     assert made.ask == "How many MB?" and '<p class="lead">How many MB?' in made.body
     assert 'data-fragment-index="0">12.5</td>' in made.body
 
 
 def test_code_comes_before_what_it_printed_and_long_code_stays_on_the_page():
-    (_, short) = slides(f"<h2>Code</h2>{cell(5, out='right 42')}")
+    (_, short) = make_deck(f"<h2>Code</h2>{make_cell(5, out='right 42')}")
     assert short.body.index("x4 = 4") < short.body.index("right 42")
     assert 'class="out fragment"' in short.body
     said = "<p>A paragraph that says enough here, of ranks and of what they send to each other.</p>"
-    (_, told) = slides(f"<h2>Code</h2>{said}{cell(30)}")
+    (_, told) = make_deck(f"<h2>Code</h2>{said}{make_cell(30)}")
     assert told.kind == "text" and "says enough" in told.body and "x4" not in told.body
 
 
 def test_tags_overrule_the_rule():
     both = f"{TABLE}<p>Something else stands between.</p>{{}}"
-    assert [s.kind for s in slides(f"<h2>One</h2>{both.format(cell(5))}")][1:] == ["table", "code"]
-    skipped = slides(f"<h2>One</h2>{both.format(cell(5, 'tag_skip-slide'))}")
+    assert [s.kind for s in make_deck(f"<h2>One</h2>{both.format(make_cell(5))}")][1:] == [
+        "table",
+        "code",
+    ]
+    skipped = make_deck(f"<h2>One</h2>{both.format(make_cell(5, 'tag_skip-slide'))}")
     assert [s.kind for s in skipped] == ["title", "table"]
     many = [f"<h2>Number {n}</h2>{TABLE}" for n in range(40)]
-    tagged = slides(*many, f"<h2>One</h2>{TABLE}{cell(5, 'tag_slide')}")
+    tagged = make_deck(*many, f"<h2>One</h2>{TABLE}{make_cell(5, 'tag_slide')}")
     assert "code" in [s.kind for s in tagged]
 
 
 def test_a_deck_has_at_most_so_many_slides_and_its_notes_all_of_the_prose():
     sections = [f"<h2>Number {n}</h2><p>What is said {n} times over.</p>{TABLE}" for n in range(40)]
-    made = slides(*sections, f"<h2>Exercises</h2>{EXERCISE}", opening="<p>It begins.</p>")
-    assert len(made) == deck.MOST
+    made = make_deck(*sections, f"<h2>Exercises</h2>{EXERCISE}", opening="<p>It begins.</p>")
+    assert len(made) == deck.MAX_SLIDES
     notes = "".join(one for slide in made for one in slide.notes)
     assert all(f"said {n} times" in notes for n in range(40))
     assert "It begins." in notes and "<li>a mistake in bytes</li>" in notes
     assert "<li>Bytes</li>" in made[-1].body
-    html = document(made, "../lessons/a.html", "../")
+    html = render_deck(made, "../lessons/a.html", "../")
     assert html.count("<section") == len(made) and html.count('class="notes"') == len(made)
 
 
 def test_a_slide_knows_the_paths_that_come_to_it():
-    made = slides(f"<h2>Bytes</h2>{TABLE}", f"<h2>A <code>sum</code>, whole</h2>{TABLE}")
+    made = make_deck(f"<h2>Bytes</h2>{TABLE}", f"<h2>A <code>sum</code>, whole</h2>{TABLE}")
     some = paths.Segment("a", "A", [("a-sum-whole", "A `sum`, whole")], [], 1, 0)
-    mark(made, [("all", paths.Segment("a", "A", [], [], 1, 0)), ("some", some), ("some", some)])
+    mark_paths(
+        made, [("all", paths.Segment("a", "A", [], [], 1, 0)), ("some", some), ("some", some)]
+    )
     assert [slide.paths for slide in made] == [["all", "some"], ["all"], ["all", "some"]]
-    assert 'data-paths="all some"' in document(made, "a.html", "../")
+    assert 'data-paths="all some"' in render_deck(made, "a.html", "../")
 
 
 def test_what_is_too_large_for_a_hall_is_not_shown():
-    assert deck.code_size(["short = 1"], 400) == 28
-    assert deck.code_size(["x" * 120], 400) == 0
-    assert deck.code_size(["a = 1"] * 40, 600) == 0
-    assert deck.table_size([["what", "MB"], *[[f"part {n}", "1"] for n in range(4)]], 460) == 28
-    assert deck.table_size([["what", "MB"], ["x" * 120, "1"]], 460) == 0
+    assert deck.fit_code_font(["short = 1"], 400) == 28
+    assert deck.fit_code_font(["x" * 120], 400) == 0
+    assert deck.fit_code_font(["a = 1"] * 40, 600) == 0
+    assert deck.fit_table_font([["what", "MB"], *[[f"part {n}", "1"] for n in range(4)]], 460) == 28
+    assert deck.fit_table_font([["what", "MB"], ["x" * 120, "1"]], 460) == 0
     for high, small in ((900, True), (150, False)):
         drawn = f'<p><svg viewbox="0 0 300 {high}"><text style="font-size: 9px">a</text></svg></p>'
-        assert (deck.picture(BeautifulSoup(drawn, "html.parser"), 1180, 500) == "") is small
+        assert (deck.render_picture(BeautifulSoup(drawn, "html.parser"), 1180, 500) == "") is small

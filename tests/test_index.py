@@ -69,7 +69,7 @@ def test_what_is_out_of_step_is_named(root: Path, small: Path, monkeypatch, caps
 
 
 def test_every_path_keeps_to_what_it_promises(root: Path) -> None:
-    for way in index.read_index(root).ways.values():
-        for sitting in way.sittings:
-            spent = sitting.read + (0 if way.reading else sitting.solve)
+    for way in index.read_index(root).learning_paths.values():
+        for sitting in way.sessions:
+            spent = sitting.read_minutes + (0 if way.reading else sitting.exercise_minutes)
             assert abs(spent - sitting.minutes) <= 0.1 * sitting.minutes, (way.title, sitting.name)

@@ -113,14 +113,14 @@ def course(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def texts(book: nbformat.NotebookNode) -> list[str]:
+def list_texts(book: nbformat.NotebookNode) -> list[str]:
     return [cell.source for cell in book.cells if cell.cell_type == "markdown"]
 
 
 def test_a_lesson_in_plain_markdown(course):
     book = export_notebook("one", course, beside=True)
     nbformat.validate(book)
-    first, exercises, asked, solved, after = texts(book)
+    first, exercises, asked, solved, after = list_texts(book)
     assert "[above](#here), [elsewhere](other.ipynb), [the code](../code/a.py), none." in first
     assert "([Müller et al., 2001](https://a.b/1); [van Dam and Doe, 2002](" in first
     assert "https://arxiv.org/abs/2.2" in first and "says ACME (2003).\nA rank; `{cite}`" in first
@@ -148,11 +148,11 @@ def test_what_is_folded(course):
 
 
 def test_a_notebook_that_is_sent_away_holds_its_pictures_and_leads_nowhere(course):
-    text = "\n".join(texts(export_notebook("one", course)))
+    text = "\n".join(list_texts(export_notebook("one", course)))
     assert "See [above](#here), elsewhere, the code, none." in text and "`shardlab`" in text
     assert text.count('src="data:image/svg+xml;base64,') == 2 and "figures/" not in text
     colab = export_notebook("one", course, picture=lambda path: f"https://a.b/{path}")
-    assert "![One](https://a.b/../figures/box.svg)" in "\n".join(texts(colab))
+    assert "![One](https://a.b/../figures/box.svg)" in "\n".join(list_texts(colab))
 
 
 def test_a_directive_without_a_plain_form_is_named(course):
@@ -165,7 +165,7 @@ def test_no_page_keeps_what_only_the_site_understands(root):
     for name in build.list_pages(root):
         book = export_notebook(name, root, beside=True)
         nbformat.validate(book)
-        for text in texts(book):
+        for text in list_texts(book):
             prose = re.sub(r"(?ms)^```\w*$.*?^```$", "", text)
             assert not re.search(r"\{[a-z:-]+\}`|^(```|:::)|^\([\w-]+\)=$", prose, re.M), name
             for path in re.findall(r"\]\((\.\./[^)#]*)", prose):
@@ -208,7 +208,7 @@ def test_nothing_that_a_reader_did_is_lost(course):
 # --- Outside of the course --------------------------------------------------------------------
 
 
-def imported(path: Path) -> set[str]:
+def list_imports(path: Path) -> set[str]:
     """Return the packages that a file imports, at its top or inside functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -235,7 +235,7 @@ def test_what_lessons_import_is_declared(root):
     allowed = names([*project["dependencies"], *sum(extras.values(), [])]) | ELSEWHERE
     for path in (root / "code").rglob("*.py"):
         build = root / "code/shardcourse/build" in path.parents
-        assert imported(path) <= allowed | (press if build else set()), path
+        assert list_imports(path) <= allowed | (press if build else set()), path
 
 
 def test_no_page_reads_what_only_the_course_has(root):

@@ -18,7 +18,7 @@ def book(tmp_path):
     return Book(tmp_path)
 
 
-def reached(book):
+def list_key_files(book):
     return set(build.compute_key("small", book.root).files)
 
 
@@ -26,7 +26,7 @@ def reached(book):
 
 
 def test_key_holds_what_the_cells_reach(book):
-    assert reached(book) == {
+    assert list_key_files(book) == {
         "code/shardlab/__init__.py",
         "code/shardlab/first.py",
         "code/shardlab/second.py",
@@ -57,10 +57,10 @@ def test_key_follows_imports_and_paths(book, cell, path):
     book.write("figures/draw.py", "import helper\n")
     book.write("figures/helper.py", "")
     book.write("benchmarks/bench.py", "")
-    assert path not in reached(book)
+    assert path not in list_key_files(book)
     book.edit("lessons/small.md", 'print("the answer is"', f'{cell}\nprint("the answer is"')
-    assert path in reached(book)
-    assert "code/shardcourse/exercises/other.py" not in reached(book)
+    assert path in list_key_files(book)
+    assert "code/shardcourse/exercises/other.py" not in list_key_files(book)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_cell_has_a_limit(book, monkeypatch):
         build.execute_page("small", book.root)
 
 
-def claims(needed, why):
+def make_claim_cell(needed, why):
     """Return a cell that makes a claim on time, which first holds in try number `needed`."""
     return f"""```{{code-cell}} ipython3
 tries = globals().get("tries", 0) + 1
@@ -180,13 +180,13 @@ if tries < {needed}:
 
 
 def test_a_cell_whose_times_are_not_what_it_claims_has_three_tries(book):
-    seen, busy = claims(3, "a quiet machine"), claims(7, BUSY_TEXT)
+    seen, busy = make_claim_cell(3, "a quiet machine"), make_claim_cell(7, BUSY_TEXT)
     book.write("lessons/small.md", f"{HEADER}# T\n\n{seen}\n{busy}")
     lesson = build.execute_page("small", book.root)
     assert build.get_metadata(lesson)["again"] == [1, 1, 2, 2]
     first, second = (cell.outputs[0].text for cell in lesson.cells)
     assert first == "3\n" and second.startswith("6\n") and UNSEEN_PREFIX in second
-    book.write("lessons/small.md", f"{HEADER}# T\n\n{claims(4, 'a quiet machine')}")
+    book.write("lessons/small.md", f"{HEADER}# T\n\n{make_claim_cell(4, 'a quiet machine')}")
     with pytest.raises(build.LessonError, match="3 times: .*ours is faster"):
         build.execute_page("small", book.root)
 
@@ -228,7 +228,7 @@ def test_key_holds_what_a_run_opens(book):
 # --- The command line -------------------------------------------------------------------------
 
 
-def command(book, *arguments):
+def run_command(book, *arguments):
     return subprocess.run(
         [sys.executable, "-m", "shardlab", *arguments],
         cwd=book.root,
@@ -242,7 +242,7 @@ def test_record_goes_on_after_a_failure_and_keeps_the_old_recording(book):
     before = book.recording.read_bytes()
     book.write("lessons/other.md", (book.root / "lessons/small.md").read_text())
     book.edit("lessons/small.md", "answer())", "1 / 0)")
-    done = command(book, "record", "small", "other")
+    done = run_command(book, "record", "small", "other")
     assert done.returncode == 1
     assert "lessons/small.md, code cell 2 of 2: ZeroDivisionError" in done.stderr
     assert book.recording.read_bytes() == before

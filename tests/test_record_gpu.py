@@ -39,7 +39,7 @@ def pretended():
     return lambda gpus: lessons.environment(gpus, REHEARSE_FORK="1")  # forked ranks start quickly
 
 
-def lesson(*cells):
+def make_lesson(*cells):
     fences = [f"```{{code-cell}} ipython3\n{cell.strip()}\n```\n\n" for cell in cells]
     return HEADER + "# T\n\n" + "".join(fences)
 
@@ -51,8 +51,8 @@ def course(tmp_path):
     shutil.rmtree(book.root / "code/shardlab")
     (book.root / "code/shardlab").symlink_to(show.ROOT / "code/shardlab")
     (book.root / "lessons/small.md").unlink()
-    book.write("lessons/fine.md", lesson("import torch\ntorch.ones(1, device='cuda').item()"))
-    book.write("lessons/fails.md", lesson("1 / 0"))
+    book.write("lessons/fine.md", make_lesson("import torch\ntorch.ones(1, device='cuda').item()"))
+    book.write("lessons/fails.md", make_lesson("1 / 0"))
     text = (show.ROOT / "benchmarks/data_parallel.py").read_text("utf-8")
     toy = text.replace("(gpu_model(size), 4, 4)", '("nano", 1, 1)')
     assert toy != text

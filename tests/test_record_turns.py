@@ -20,7 +20,7 @@ from shardcourse.build import facts, kernel
 # --- Pages ------------------------------------------------------------------------------------
 
 
-def page(*cells, measures=()):
+def make_page(*cells, measures=()):
     """Return a page's text; `measures`: numbers of the cells that measure."""
     text = f"{HEADER}# T\n"
     for number, cell in enumerate(cells):
@@ -29,7 +29,7 @@ def page(*cells, measures=()):
     return text
 
 
-def noted(kind, does="time.sleep(0.2)"):
+def make_timed_cell(kind, does="time.sleep(0.2)"):
     """Return a cell that records when it ran."""
     return f"""import os, time
 begin = time.monotonic()
@@ -38,7 +38,7 @@ with open("../times", "a") as file:
     print(begin, time.monotonic(), {kind!r}, file=file)"""
 
 
-def met(own, other):
+def make_meeting(own, other):
     """Return code that waits until the other page's cell runs, too."""
     return f"""open("../{own}.met", "w").close()
 while not os.path.exists("../{other}.met"):
@@ -62,8 +62,8 @@ def book(tmp_path, monkeypatch):
 def test_two_pages_go_beside_each_other_but_for_what_measures(book, no_leftovers):
     for name, other in (("small", "other"), ("other", "small")):
         kinds = ["plain", "measures", "plain", "plain", "measures", "plain"]
-        cells = [noted("plain", met(name, other)), *map(noted, kinds)]
-        book.write(f"lessons/{name}.md", page(*cells, measures=(2, 5)))
+        cells = [make_timed_cell("plain", make_meeting(name, other)), *map(make_timed_cell, kinds)]
+        book.write(f"lessons/{name}.md", make_page(*cells, measures=(2, 5)))
     said = run_all(book, "other", "small")
     assert sorted((name, type(made).__name__) for name, made in said) == [
         ("other", "NotebookNode"),
@@ -84,7 +84,7 @@ def test_an_interrupted_build_leaves_no_kernel_and_no_folder(book, monkeypatch):
         for path in pids:
             tell = f"import os, time\nopen('../{path.name}.new', 'w').write(str(os.getpid()))\n"
             tell += f"os.rename('../{path.name}.new', '../{path.name}')"
-            book.write(f"lessons/{path.name}.md", page(tell, "time.sleep(600)"))
+            book.write(f"lessons/{path.name}.md", make_page(tell, "time.sleep(600)"))
         # Tests in the background may have been started with interrupts ignored.
         script = f"""import pathlib, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -118,7 +118,7 @@ OTHERWISE = {
 }
 
 
-def named(nodes):
+def list_names(nodes):
     """Return the names in a source, without those inside its functions and classes."""
     found, todo = set(), list(nodes)
     while todo:
@@ -132,11 +132,11 @@ def named(nodes):
     return found
 
 
-def inside(definition):
+def list_used_names(definition):
     """Return the names used by a function and its inner functions, without its variables."""
     nodes = [node for node in ast.walk(definition) if node is not definition]
     own = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    return named(n for n in nodes if isinstance(n, ast.expr)) - own
+    return list_names(n for n in nodes if isinstance(n, ast.expr)) - own
 
 
 def test_a_cell_that_reads_a_clock_has_the_tag_that_lets_it_run_alone(root):
@@ -148,9 +148,11 @@ def test_a_cell_that_reads_a_clock_has_the_tag_that_lets_it_run_alone(root):
             for node in tree.body:
                 if isinstance(node, ast.FunctionDef | ast.ClassDef):
                     clocks -= {node.name}
-                    reads = inside(node) & clocks and node.name not in OTHERWISE.get(name, ())
+                    reads = list_used_names(node) & clocks and node.name not in OTHERWISE.get(
+                        name, ()
+                    )
                     clocks |= {node.name} if reads else set()
-            if used := named(tree.body) & clocks:
+            if used := list_names(tree.body) & clocks:
                 read += 1
                 if kernel.MEASURED_TAG not in cell.metadata.get("tags", []):
                     found.append(f"{name}, code cell {number}: {', '.join(sorted(used))}")

@@ -19,25 +19,25 @@ CORE = 0.60  # of the core file's lines
 WITHOUT_CORE = {"cluster", "model_parallelism"}
 
 
-def each(test):
+def for_each_lesson(test):
     return pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)(test)
 
 
-@each
+@for_each_lesson
 def test_few_visible_lines_assert_or_format(path):
     proof, total = visible.count_proof_lines(path.read_text("utf-8"))
     assert proof <= PROOF * total, f"{proof} of {total}: python tests/visible.py {path.name}"
 
 
-@each
+@for_each_lesson
 def test_a_lesson_takes_an_hour_without_what_can_wait_and_two_with_it(path):
     page = PAGES[path.stem]
     assert visible.count_words(page.text) <= 5000
-    assert page.first <= 60
+    assert page.first_reading_minutes <= 60
     assert visible.estimate_minutes(page.text) <= 120
 
 
-@each
+@for_each_lesson
 def test_most_of_the_core_is_on_the_page(path):
     core = visible.find_core(path.stem)
     if path.stem in WITHOUT_CORE:

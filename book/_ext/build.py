@@ -9,7 +9,7 @@ import signal
 import sys
 
 
-def interrupted(number: int, frame: object) -> None:
+def on_interrupt(number: int, frame: object) -> None:
     """Print a message, then end this process by the same signal, so that `make` ends, too."""
     print("\nInterrupted. What was executed is kept, and make book goes on from there.", flush=True)
     signal.signal(number, signal.SIG_DFL)
@@ -18,7 +18,7 @@ def interrupted(number: int, frame: object) -> None:
 
 if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupted)
+        signal.signal(signal.SIGINT, on_interrupt)
     from jupyter_book.cli.main import main  # slow: takes seconds
     from sphinx.errors import SphinxError
 

@@ -26,7 +26,7 @@ _SAVED = re.compile(r'href="data:text/plain;base64,([^"]+)" download="([^"]+\.sb
 _SHELL = "bash", "sh", "shell", "console"
 
 
-def read(app: Sphinx, config: Config) -> None:
+def read_cluster_file(app: Sphinx, config: Config) -> None:
     """Read the file `cluster_file`; stop the build if it is invalid."""
     app.cluster = None
     if config.cluster_file:
@@ -36,27 +36,27 @@ def read(app: Sphinx, config: Config) -> None:
             raise ConfigError(str(error)) from None
 
 
-def make(app: Sphinx, doctree: nodes.document) -> None:
+def adapt_page(app: Sphinx, doctree: nodes.document) -> None:
     """Adapt the batch files and the commands of a page to the centre."""
     at, changed = app.cluster, False
     if at is None:
         return
     for block in doctree.findall(nodes.literal_block):
-        text = made(at, block.astext(), block.get("language", ""))
+        text = adapt_code(at, block.astext(), block.get("language", ""))
         if text != block.astext():
             block.replace_self(nodes.literal_block(text, text, **block.attributes))
             changed = True
     for raw in doctree.findall(nodes.raw):
         if found := _SAVED.search(raw.astext()):
             text = base64.b64decode(found[1]).decode()
-            page = saved(at.adapt_batch_file(text, use_launcher=False), found[2], at.name)
+            page = render_batch_file(at.adapt_batch_file(text, use_launcher=False), found[2], at.name)
             raw.replace_self(nodes.raw(page, page, **raw.attributes))
             changed = True
     if changed:
         app.env.note_dependency(str(Path(app.srcdir, app.config.cluster_file)))
 
 
-def made(at: site.Site, text: str, language: str) -> str:
+def adapt_code(at: site.Site, text: str, language: str) -> str:
     """Return a code block of a page, adapted to the centre."""
     if "#SBATCH" in text:
         return at.adapt_batch_file(text, use_launcher=False)
@@ -65,7 +65,7 @@ def made(at: site.Site, text: str, language: str) -> str:
     return "\n".join(at.adapt_command(line) for line in text.split("\n"))
 
 
-def saved(text: str, name: str, of: str) -> str:
+def render_batch_file(text: str, name: str, of: str) -> str:
     """Return a batch file as HTML with a download link, labelled with the centre `of`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, name)

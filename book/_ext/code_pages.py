@@ -21,7 +21,7 @@ from docutils import nodes
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
-from repository import address
+from repository import get_repository
 from sphinx import addnodes
 from sphinx.application import Sphinx
 
@@ -29,26 +29,26 @@ from shardlab.common import PACKAGES
 
 FOLDERS = (*(f"code/{name}" for name in PACKAGES), "code/lessons", "figures", "benchmarks", "tests")
 _FILE = rf"((?:{'|'.join(FOLDERS)})/[\w/]+\.py)"
-_KEPT = "code_pages.json"  # hashes of the pages' inputs, beside the doctrees
+_HASHES_FILE = "code_pages.json"  # hashes of the pages' inputs, beside the doctrees
 _LINK = re.compile(rf"(?:\.\./)+{_FILE}(#L\d+(?:-L?\d+)?)?")
 
 
-def sources(root: Path) -> Iterator[str]:
+def iter_sources(root: Path) -> Iterator[str]:
     """Yield the paths, relative to the root, of all files that get a page."""
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
             yield path.relative_to(root).as_posix()
 
 
-def target(path: str, lines: str, pathto: Any) -> str:
+def get_source_url(path: str, lines: str, pathto: Any) -> str:
     """Return the target of a page's link to `lines` ("#L30" or "") of the file `path`."""
-    repository = address()
+    repository = get_repository()
     if repository:
         return f"{repository.url}/blob/{repository.branch}/{path}{lines}"
     return pathto(path.removesuffix(".py")) + lines.partition("-")[0]
 
 
-def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
+def iter_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield (name, context, template) of each page whose inputs have changed."""
     if app.builder.name != "html":
         return
@@ -56,10 +56,10 @@ def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     titles = sorted((name, title.astext()) for name, title in app.env.titles.items())
     contents = sorted(app.env.toctree_includes.items())
     around = repr((app.builder.build_info.config_hash, titles, contents))
-    kept = Path(app.doctreedir, _KEPT)
+    kept = Path(app.doctreedir, _HASHES_FILE)
     before = json.loads(kept.read_text("utf-8")) if kept.is_file() else {}
     app.code_pages = {}
-    for path in sources(Path(app.srcdir)):
+    for path in iter_sources(Path(app.srcdir)):
         code = Path(app.srcdir, path).read_text("utf-8")
         stamp = app.code_pages[path] = hashlib.sha256((around + code).encode()).hexdigest()
         there = Path(app.builder.get_outfilename(path.removesuffix(".py"))).is_file()
@@ -73,10 +73,10 @@ def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
         yield path.removesuffix(".py"), context, "page.html"
 
 
-def keep(app: Sphinx) -> None:
+def store_hashes(app: Sphinx) -> None:
     """Store the hashes of the pages' inputs after a successful build."""
     if hasattr(app, "code_pages"):  # Sphinx asks for no pages when no document has changed
-        Path(app.doctreedir, _KEPT).write_text(json.dumps(app.code_pages), "utf-8")
+        Path(app.doctreedir, _HASHES_FILE).write_text(json.dumps(app.code_pages), "utf-8")
 
 
 def redirect_outputs(app: Sphinx, body: BeautifulSoup, pathto: Any) -> None:
@@ -84,7 +84,7 @@ def redirect_outputs(app: Sphinx, body: BeautifulSoup, pathto: Any) -> None:
     for link in body.select('a[href^="../"]'):
         found = _LINK.fullmatch(link["href"])
         if found and Path(app.srcdir, found[1]).is_file():
-            link["href"] = target(found[1], found[2] or "", pathto)
+            link["href"] = get_source_url(found[1], found[2] or "", pathto)
 
 
 def redirect_prose(app: Sphinx, doctree: nodes.document, docname: str) -> None:
@@ -92,5 +92,7 @@ def redirect_prose(app: Sphinx, doctree: nodes.document, docname: str) -> None:
     for link in list(doctree.findall(addnodes.download_reference)):
         source = os.path.normpath(Path(docname).parent / link["reftarget"]).replace(os.sep, "/")
         if re.fullmatch(_FILE, source) and Path(app.srcdir, source).is_file():
-            uri = target(source, "", lambda name: app.builder.get_relative_uri(docname, name))
+            uri = get_source_url(
+                source, "", lambda name: app.builder.get_relative_uri(docname, name)
+            )
             link.replace_self(nodes.reference("", "", *link.children, refuri=uri))

@@ -25,14 +25,17 @@ from bs4 import BeautifulSoup, Tag
 
 from shardcourse.build import pace
 
-LEAST, MOST = 12, 25  # number of slides in a deck
-EACH = 3  # slides of a section
-SMALL, SMALL_DRAWN = 20, 15  # pixels of the smallest text, on a slide and in a picture
-WIDE, HIGH = 1180, 720  # pixels: width inside the margins, and height of a slide
-LONG = 400  # characters of a paragraph that fits on a slide
-_MONO, _PROSE = 0.603, 0.6  # width of a character in units of the font size
+MIN_SLIDES, MAX_SLIDES = 12, 25  # number of slides in a deck
+MAX_SLIDES_PER_SECTION = 3  # slides of a section
+MIN_FONT_PIXELS, MIN_DRAWN_PIXELS = (
+    20,
+    15,
+)  # pixels of the smallest text, on a slide and in a picture
+SLIDE_WIDTH, SLIDE_HEIGHT = 1180, 720  # pixels: width inside the margins, and height of a slide
+MAX_PARAGRAPH_CHARS = 400  # characters of a paragraph that fits on a slide
+_MONO_WIDTH, _PROSE_WIDTH = 0.603, 0.6  # width of a character in units of the font size
 _FONT = re.compile(r"font(?:-size)?:[^;]*?([\d.]+)px")  # font size in a style of a picture
-_ASIDE = ("Exercises", "Summary", "Further reading")
+_SKIPPED_SECTIONS = ("Exercises", "Summary", "Further reading")
 
 # --- A page, taken apart --------------------------------------------------------------------------
 
@@ -74,36 +77,36 @@ class Section:
     def items(self) -> list[str]:
         """Items of the section's lists."""
         found = [li for block in self.blocks if block.kind == "list" for li in block.tag("li")]
-        return [inner(li.p or li).rstrip(";") for li in found]
+        return [get_inner_html(li.p or li).rstrip(";") for li in found]
 
 
-def inner(tag: Tag) -> str:
+def get_inner_html(tag: Tag) -> str:
     """Return the HTML inside an element."""
     return tag.decode_contents().strip()
 
 
-def text(html: str) -> str:
+def strip_tags(html: str) -> str:
     """Return the text of a piece of HTML."""
     return BeautifulSoup(html, "html.parser").get_text()
 
 
-def children(tag: Tag) -> list[Tag]:
+def list_children(tag: Tag) -> list[Tag]:
     """Return the child elements of an element."""
     return tag.find_all(True, recursive=False)
 
 
-def words(tag: Tag) -> int:
+def count_words(tag: Tag) -> int:
     """Return the number of words in an element, without code and pictures."""
     apart = sum(len(one.get_text(" ").split()) for one in tag.select("pre, svg"))
     return len(tag.get_text(" ").split()) - apart
 
 
-def code_lines(pre: Tag) -> int:
+def count_code_lines(pre: Tag) -> int:
     """Return the number of non-blank lines of code."""
     return sum(bool(line.strip()) for line in pre.get_text().splitlines())
 
 
-def parts(body: Tag) -> list[Section]:
+def split_sections(body: Tag) -> list[Section]:
     """Return the sections of a page, first the text before them. Modifies `body`: removes links."""
     around = "a.headerlink, p.lesson-outputs, p.open-folds, p.can-wait, .exercise-where"
     for one in body.select(f"{around}, .predict-title, .quiz"):
@@ -115,20 +118,20 @@ def parts(body: Tag) -> list[Section]:
     for one in body.select("[id]:not(section)"):
         del one["id"]
     heading = body.find("h1")
-    found = [Section(inner(heading), "")]
-    for child in children(heading.parent):
+    found = [Section(get_inner_html(heading), "")]
+    for child in list_children(heading.parent):
         title = child.find("h2", recursive=False) if child.name == "section" else None
         if title:
-            found.append(Section(inner(title), child.get("id", "")))
-            found[-1].blocks += [Block("title", title, words=words(title))]
-            found[-1].exercises += map(_exercise, child.select(".exercise"))
-        for one in children(child) if title else [child]:
+            found.append(Section(get_inner_html(title), child.get("id", "")))
+            found[-1].blocks += [Block("title", title, words=count_words(title))]
+            found[-1].exercises += map(_parse_exercise, child.select(".exercise"))
+        for one in list_children(child) if title else [child]:
             if one not in (title, heading):
-                found[-1 if title else 0].blocks += _blocks(one, "")
+                found[-1 if title else 0].blocks += _iter_blocks(one, "")
     return found
 
 
-def _exercise(one: Tag) -> tuple[str, str]:
+def _parse_exercise(one: Tag) -> tuple[str, str]:
     """Return the title of an exercise, and the name of its check."""
     heading = one.find(class_="admonition-title")
     for number in heading.select(".caption-number"):
@@ -136,41 +139,45 @@ def _exercise(one: Tag) -> tuple[str, str]:
     code = "".join(pre.get_text() for pre in one.select(".cell_input pre")[-1:])
     check = re.search(r'check\(\s*(\w+)\s*(?:,\s*"(\w+)")?', code)
     name = (check[2] or check[1]) if check else ""
-    return inner(heading).removeprefix("(").removesuffix(")"), name
+    return get_inner_html(heading).removeprefix("(").removesuffix(")"), name
 
 
-def _blocks(one: Tag, sub: str) -> Iterator[Block]:
+def _iter_blocks(one: Tag, sub: str) -> Iterator[Block]:
     """Yield the blocks of an element of a section, without exercises."""
     classes = set(one.get("class", []))
     if one.name == "section":
         heading = one.find(["h3", "h4"], recursive=False)
         if heading:
-            sub = inner(heading)
-            yield Block("title", heading, sub, words(heading))
-        for child in children(one):
+            sub = get_inner_html(heading)
+            yield Block("title", heading, sub, count_words(heading))
+        for child in list_children(one):
             if child is not heading:
-                yield from _blocks(child, sub)
+                yield from _iter_blocks(child, sub)
     elif classes & {"exercise", "solution"}:
         return
     elif "cell" in classes:
-        yield from _cell(one, sub, frozenset(c[4:] for c in classes if c.startswith("tag_")))
+        yield from _iter_cell_blocks(
+            one, sub, frozenset(c[4:] for c in classes if c.startswith("tag_"))
+        )
     elif "steps" in classes:
-        yield Block("steps", one, sub, words(one))
+        yield Block("steps", one, sub, count_words(one))
     elif "admonition" in classes:
         heading = one.find(class_="admonition-title").extract()
         kind = "checked" if "checked" in classes else "box"
-        yield Block(kind, one, sub, words(one), title=inner(heading))
+        yield Block(kind, one, sub, count_words(one), title=get_inner_html(heading))
     elif one.select_one(".inline-svg"):
-        yield Block("figure", one, sub, words(one))
+        yield Block("figure", one, sub, count_words(one))
     elif one.name == "table" or one.find("table"):
-        yield Block("listed", one if one.name == "table" else one.find("table"), sub, words(one))
+        yield Block(
+            "listed", one if one.name == "table" else one.find("table"), sub, count_words(one)
+        )
     elif any(name.startswith("highlight-") for name in classes):
         yield Block("code", one.find("pre"), sub)
     elif one.name in ("p", "div", "blockquote", "dl", "ul", "ol"):
-        yield Block("list" if one.name in ("ul", "ol") else "prose", one, sub, words(one))
+        yield Block("list" if one.name in ("ul", "ol") else "prose", one, sub, count_words(one))
 
 
-def _cell(cell: Tag, sub: str, tags: frozenset[str]) -> Iterator[Block]:
+def _iter_cell_blocks(cell: Tag, sub: str, tags: frozenset[str]) -> Iterator[Block]:
     """Yield the code of a cell, if it is visible, and each of its outputs."""
     summary, pre = cell.select_one("summary > p"), cell.select_one(".cell_input pre")
     title = summary.get_text(" ", strip=True) if summary and "hide-input" in tags else ""
@@ -181,7 +188,7 @@ def _cell(cell: Tag, sub: str, tags: frozenset[str]) -> Iterator[Block]:
         for one in sources:
             caption, source = one.find(["summary", "p"]), one.find("pre")
             if caption and caption.find("code"):  # code of the package
-                named, lines = inner(caption), code_lines(source)
+                named, lines = get_inner_html(caption), count_code_lines(source)
                 shown.append(Block("source", source, sub, lines=lines, title=named, tags=tags))
             else:
                 shown.append(Block("listing", source, sub, tags=tags))
@@ -189,11 +196,11 @@ def _cell(cell: Tag, sub: str, tags: frozenset[str]) -> Iterator[Block]:
             kind, one = ("table", table) if table else ("figure", output)
             shown.append(Block(kind, one, sub, title=title, tags=tags))
         elif not sources:
-            printed += "\n".join(inner(one) for one in output.select("pre"))
+            printed += "\n".join(get_inner_html(one) for one in output.select("pre"))
     hidden = tags & {"hide-input", "hide-cell", "remove-input"}
-    shows = pre and (shown and code_lines(pre) == 1 or pre.get_text().startswith("show."))
+    shows = pre and (shown and count_code_lines(pre) == 1 or pre.get_text().startswith("show."))
     if pre and not hidden and not shows:
-        yield Block("code", pre, sub, lines=code_lines(pre), tags=tags, out=printed)
+        yield Block("code", pre, sub, lines=count_code_lines(pre), tags=tags, out=printed)
     yield from shown
 
 
@@ -216,7 +223,7 @@ class Slide:
     place: int = 0  # index of its block in the section
     rank: int = 0  # priority, 0 is highest
 
-    def html(self, lesson: str) -> str:
+    def render_html(self, lesson: str) -> str:
         """Return the slide as HTML; `lesson` is the address of its page."""
         kicker = f'<p class="kicker">{self.kicker}</p>' if self.kicker else ""
         level = "h1" if self.kind == "title" else "h2"
@@ -232,7 +239,7 @@ class Slide:
         )
 
 
-def note(block: Block) -> str:
+def format_notes(block: Block) -> str:
     """Return the speaker notes on a block; the speaker view renders no formulas."""
     if block.kind == "title":
         return f"<p><strong>{block.sub}</strong></p>" if block.sub else ""
@@ -253,7 +260,7 @@ def note(block: Block) -> str:
     return f"{title}{said}"
 
 
-def picture(tag: Tag, wide: float, high: float) -> str:
+def render_picture(tag: Tag, wide: float, high: float) -> str:
     """Return a picture scaled to fill its box; "" if its text would be too small to read."""
     svg = copy.copy(tag.find("svg"))
     *_, w, h = map(float, svg["viewbox"].split())
@@ -262,7 +269,7 @@ def picture(tag: Tag, wide: float, high: float) -> str:
         for one in svg.select("[style*=font], [font-size]")
     ]
     sizes = [float(found[1]) for style in styles if (found := _FONT.search(style))]
-    if min(sizes, default=SMALL) * min(wide / w, high / h) < SMALL_DRAWN:
+    if min(sizes, default=MIN_FONT_PIXELS) * min(wide / w, high / h) < MIN_DRAWN_PIXELS:
         return ""
     svg.attrs = {
         k: v for k, v in svg.attrs.items() if k not in ("style", "class", "width", "height")
@@ -270,22 +277,22 @@ def picture(tag: Tag, wide: float, high: float) -> str:
     return f'<div class="picture">{svg}</div>'
 
 
-def steps(block: Block, high: float) -> str:
+def render_steps(block: Block, high: float) -> str:
     """Return pictures in steps, which replace one another, each with its sentence beside it."""
     every = block.tag.select("li")
     shown = ""
     for number, item in enumerate(every):
-        drawn = picture(item, 760, high)
+        drawn = render_picture(item, 760, high)
         if not drawn:
             return ""
         kind = "fade-out" if number == 0 else "current-visible" if number + 1 < len(every) else ""
-        said = " ".join(inner(p) for p in item.select("p") if not p.find("svg"))
+        said = " ".join(get_inner_html(p) for p in item.select("p") if not p.find("svg"))
         step = f'data-fragment-index="{max(0, number - 1)}"'
         shown += f'<div class="fragment {kind}" {step}>{drawn}<p class="said">{said}</p></div>'
     return f'<div class="stack">{shown}</div>'
 
 
-def table_size(rows: list[list[str]], high: float) -> int:
+def fit_table_font(rows: list[list[str]], high: float) -> int:
     """Return the font size at which a table fits `high` pixels; 0 if it would be too small.
 
     The words of the table's head may wrap, those of other cells may not.
@@ -297,17 +304,17 @@ def table_size(rows: list[list[str]], high: float) -> int:
     wide = sum(  # words in the head are bold, and sometimes capitals
         max(1.2 * word, *map(len, column[1:])) for word, column in zip(words, columns, strict=True)
     )
-    across = (WIDE - 26 * len(columns)) / (_PROSE * max(1, wide))
+    across = (SLIDE_WIDTH - 26 * len(columns)) / (_PROSE_WIDTH * max(1, wide))
     size = int(min(28, across, (high - 10 * len(rows)) / (1.4 * (len(rows) + 1))))
-    return size if size >= SMALL else 0
+    return size if size >= MIN_FONT_PIXELS else 0
 
 
-def table(block: Block, high: float) -> str:
+def render_table(block: Block, high: float) -> str:
     """Return a table; if a cell printed it, its numbers appear in the next step."""
     whole = copy.copy(block.tag)
     rows = [row.select("th, td") for row in whole.select("tr")]
     texts = [[cell.get_text().strip() for cell in row] for row in rows]
-    size = table_size(texts, high - 50 * bool(whole.caption))
+    size = fit_table_font(texts, high - 50 * bool(whole.caption))
     if not size:
         return ""
     hides = block.kind == "table"
@@ -325,19 +332,19 @@ def table(block: Block, high: float) -> str:
     return str(whole)
 
 
-def code_size(lines: list[str], high: float) -> int:
+def fit_code_font(lines: list[str], high: float) -> int:
     """Return the font size at which code fits `high` pixels; 0 if it would be too small."""
-    wide = (WIDE - 30) / (_MONO * max(map(len, lines), default=1))
+    wide = (SLIDE_WIDTH - 30) / (_MONO_WIDTH * max(map(len, lines), default=1))
     size = int(min(28, wide, (high - 60) / (1.32 * max(1, len(lines)))))
-    return size if size >= SMALL else 0
+    return size if size >= MIN_FONT_PIXELS else 0
 
 
-def code(block: Block, high: float) -> str:
+def render_code(block: Block, high: float) -> str:
     """Return code, and in the next step the text that it printed, if both fit."""
     pre = copy.copy(block.tag)
     lines, out = pre.get_text().strip("\n").splitlines(), block.out.strip("\n")
-    both = code_size([*lines, *text(out).splitlines()], high) if out else 0
-    size = both or code_size(lines, high)
+    both = fit_code_font([*lines, *strip_tags(out).splitlines()], high) if out else 0
+    size = both or fit_code_font(lines, high)
     if not size:
         return ""
     pre.attrs = {"style": f"font-size:{size}px"}
@@ -346,50 +353,63 @@ def code(block: Block, high: float) -> str:
     return f'<div class="highlight">{pre}</div>{result if both else ""}'
 
 
-def checked(block: Block, high: float) -> str:
+def render_claim(block: Block, high: float) -> str:
     """Return a claim as a question, true or false; the answer appears in the next step."""
-    answer = next((inner(p) for p in block.tag.select("p") if len(p.get_text()) <= LONG), "")
+    answer = next(
+        (
+            get_inner_html(p)
+            for p in block.tag.select("p")
+            if len(p.get_text()) <= MAX_PARAGRAPH_CHARS
+        ),
+        "",
+    )
     claim = block.title.removeprefix("Checked:").strip()
     later = f'<p class="claim fragment" data-fragment-index="0">{answer}</p>'
     return f'<p class="quote">{claim}</p><p class="ask">True, or false?</p>{later}' * bool(answer)
 
 
-def figure(block: Block, high: float) -> str:
+def render_figure(block: Block, high: float) -> str:
     """Return a picture."""
-    return picture(block.tag, WIDE, high)
+    return render_picture(block.tag, SLIDE_WIDTH, high)
 
 
-_CODE = "what does it compute, and what will it print? Let somebody explain it line by line."
-_LAST = 5  # rank of code of the package, which is read at home
-KINDS = {  # kind of a block -> its rank as a slide (0 is best), its renderer, the question to ask
-    "steps": (0, steps, "before each step, what comes next?"),
-    "figure": (1, figure, "what does the picture show? Give the hall a moment to read it."),
-    "table": (2, table, "what will stand there? Take a guess from the hall for one row."),
-    "listed": (2, table, ""),
-    "checked": (3, checked, "who says true, who says false? Let hands be counted."),
-    "code": (4, code, _CODE),
-    "listing": (4, code, _CODE),
-    "source": (_LAST, code, _CODE),
+_CODE_QUESTION = (
+    "what does it compute, and what will it print? Let somebody explain it line by line."
+)
+_LAST_RANK = 5  # rank of code of the package, which is read at home
+BLOCK_RENDERERS = {  # kind of a block -> its rank as a slide (0 is best), its renderer, the question to ask
+    "steps": (0, render_steps, "before each step, what comes next?"),
+    "figure": (1, render_figure, "what does the picture show? Give the hall a moment to read it."),
+    "table": (2, render_table, "what will stand there? Take a guess from the hall for one row."),
+    "listed": (2, render_table, ""),
+    "checked": (3, render_claim, "who says true, who says false? Let hands be counted."),
+    "code": (4, render_code, _CODE_QUESTION),
+    "listing": (4, render_code, _CODE_QUESTION),
+    "source": (_LAST_RANK, render_code, _CODE_QUESTION),
 }
 
 
 # --- A section ------------------------------------------------------------------------------------
 
 
-def candidates(section: Section) -> list[Slide]:
+def make_candidates(section: Section) -> list[Slide]:
     """Return a slide for each readable block of a section, or for its first paragraph."""
     found = []
     for place, block in enumerate(section.blocks):
-        short = block.kind == "code" and code_lines(block.tag) < 3 and not block.out
-        if short or "skip-slide" in block.tags or block.kind not in KINDS:
+        short = block.kind == "code" and count_code_lines(block.tag) < 3 and not block.out
+        if short or "skip-slide" in block.tags or block.kind not in BLOCK_RENDERERS:
             continue
-        rank, show, ask = KINDS[block.kind]
+        rank, show, ask = BLOCK_RENDERERS[block.kind]
         title, kicker = (block.sub, section.title) if block.sub else (section.title, "")
         before = section.blocks[place - 1]
         asked = before.tag.get_text().strip() if place and before.kind == "prose" else ""
-        asked = inner(before.tag) if asked.endswith("?") and len(asked) < LONG / 2 else ""
-        high = HIGH - 117 - 31 * bool(kicker) - 50 * bool(asked)
-        high -= sum(36 * (len(text(one)) // 58) for one in (title, asked))
+        asked = (
+            get_inner_html(before.tag)
+            if asked.endswith("?") and len(asked) < MAX_PARAGRAPH_CHARS / 2
+            else ""
+        )
+        high = SLIDE_HEIGHT - 117 - 31 * bool(kicker) - 50 * bool(asked)
+        high -= sum(36 * (len(strip_tags(one)) // 58) for one in (title, asked))
         body = show(block, high)
         if not body:
             continue
@@ -401,20 +421,20 @@ def candidates(section: Section) -> list[Slide]:
         found.append(slide)
     prose = [b.tag for b in section.blocks if b.kind == "prose" and b.tag.name == "p"]
     for tag in prose if not found else ():
-        if 60 < len(tag.get_text()) <= LONG:
-            return [Slide(section.title, f"<p>{inner(tag)}</p>", anchor=section.anchor)]
+        if 60 < len(tag.get_text()) <= MAX_PARAGRAPH_CHARS:
+            return [Slide(section.title, f"<p>{get_inner_html(tag)}</p>", anchor=section.anchor)]
     return found
 
 
-def chosen(sections: list[Section], most: int) -> list[list[Slide]]:
+def select_slides(sections: list[Section], most: int) -> list[list[Slide]]:
     """Select the slides of each section, `most` in all."""
-    every = list(map(candidates, sections))
+    every = list(map(make_candidates, sections))
     taken: list[list[Slide]] = [[] for _ in sections]
     while (many := sum(map(len, taken))) < most:
-        worst = _LAST if many >= LEAST else _LAST + 1
+        worst = _LAST_RANK if many >= MIN_SLIDES else _LAST_RANK + 1
         rest = [[one for one in mine if one not in taken[n] and one.rank < worst]
                 for n, mine in enumerate(every)]  # fmt: skip
-        able = [n for n, mine in enumerate(rest) if mine and len(taken[n]) < EACH]
+        able = [n for n, mine in enumerate(rest) if mine and len(taken[n]) < MAX_SLIDES_PER_SECTION]
         if not able:
             break
         # First slides of all sections come before second ones, then longer sections come first.
@@ -424,7 +444,7 @@ def chosen(sections: list[Section], most: int) -> list[list[Slide]]:
     return [sorted(mine, key=lambda one: one.place) for mine in taken]
 
 
-def annotate(section: Section, slides: list[Slide]) -> None:
+def add_notes(section: Section, slides: list[Slide]) -> None:
     """Add all prose of the section to the slides' notes, each block to the nearest slide."""
     number = 0
     for place, block in enumerate(section.blocks):
@@ -434,52 +454,63 @@ def annotate(section: Section, slides: list[Slide]) -> None:
             number += 1
         shown = any(slide.place == place for slide in slides)
         slides[number].seconds += 0 if block.kind == "source" and not shown else block.seconds
-        slides[number].notes.append(note(block))
+        slides[number].notes.append(format_notes(block))
 
 
 # --- A deck ---------------------------------------------------------------------------------------
 
 
-def bullets(title: str, items: list[str], kind: str, anchor: str = "", seconds: int = 0) -> Slide:
+def make_list_slide(
+    title: str, items: list[str], kind: str, anchor: str = "", seconds: int = 0
+) -> Slide:
     """Return a slide with a list."""
     body = f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
     return Slide(title, body, kind, anchor=anchor, seconds=seconds)
 
 
-def mistakes(title: str, known: list[str]) -> str:
+def format_mistakes(title: str, known: list[str]) -> str:
     """Return the well-known mistakes in an exercise, as HTML."""
     rows = "".join(f"<li>{escape(words)}</li>" for words in known)
-    said = f"<p><strong>What people get wrong in “{escape(text(title))}”:</strong></p>"
+    said = f"<p><strong>What people get wrong in “{escape(strip_tags(title))}”:</strong></p>"
     return f"{said}<ul>{rows}</ul>" if known else ""
 
 
-def deck(body: Tag, known: Callable[[str], list[str]]) -> list[Slide]:
+def make_slides(body: Tag, known: Callable[[str], list[str]]) -> list[Slide]:
     """Return the slides of a lesson. known: returns the known mistakes in an exercise."""
-    opening, *sections = parts(body)
+    opening, *sections = split_sections(body)
     first = Slide(opening.title, '<p class="course">One Model, Many GPUs</p>', "title")
     slides, tail = [first], []
     if opening.items:
-        slides.append(bullets("After this lesson you can", opening.items, "goals"))
-    slides[-1].notes += [note(block) for block in opening.blocks if block.kind != "list"]
+        slides.append(make_list_slide("After this lesson you can", opening.items, "goals"))
+    slides[-1].notes += [format_notes(block) for block in opening.blocks if block.kind != "list"]
     slides[-1].seconds += opening.seconds
     for section in sections:
         if section.exercises:
             titles = [title for title, _ in section.exercises]
-            tail.append(bullets("Exercises", titles, "exercises", section.anchor, 60))
-            tail[-1].notes += [mistakes(title, known(name)) for title, name in section.exercises]
+            tail.append(make_list_slide("Exercises", titles, "exercises", section.anchor, 60))
+            tail[-1].notes += [
+                format_mistakes(title, known(name)) for title, name in section.exercises
+            ]
         if section.title == "Summary":
             half = math.ceil(len(section.items) / 2) if len(section.items) > 4 else 4
             for some in (section.items[:half], section.items[half:]):
-                tail += [bullets("Summary", some, "summary", section.anchor, 45)] if some else []
-    sections = [section for section in sections if section.title not in _ASIDE]
-    found = chosen(sections, MOST - len(slides) - len(tail))
+                tail += (
+                    [make_list_slide("Summary", some, "summary", section.anchor, 45)]
+                    if some
+                    else []
+                )
+    sections = [section for section in sections if section.title not in _SKIPPED_SECTIONS]
+    found = select_slides(sections, MAX_SLIDES - len(slides) - len(tail))
     for section, mine in zip(sections, found, strict=True):
         if mine:
-            annotate(section, mine)
+            add_notes(section, mine)
             slides += mine
             continue
         slides[-1].seconds += sum(b.seconds for b in section.blocks if b.kind != "source")
-        slides[-1].notes += [f"<p><strong>{section.title}</strong></p>", *map(note, section.blocks)]
+        slides[-1].notes += [
+            f"<p><strong>{section.title}</strong></p>",
+            *map(format_notes, section.blocks),
+        ]
     minutes = sum(slide.seconds for slide in slides) / 60
     first.notes.insert(0, (
         f"<p>{len(slides) + len(tail)} slides; what their notes say takes about {minutes:.0f} "

@@ -43,10 +43,10 @@ from sphinx.util.docutils import SphinxDirective
 from shardcourse.build.quizzes import QUIZZES_FILE, format_verdict, read_quizzes
 
 # Class of a box -> names of the script and the style that a page with such a box loads.
-LOADS = {"steps": ("steps", "steps"), "predict": ("predict", "asking"), "quiz": ("quiz", "asking")}
+ASSETS = {"steps": ("steps", "steps"), "predict": ("predict", "asking"), "quiz": ("quiz", "asking")}
 
 
-def html(text: str) -> nodes.raw:
+def make_html(text: str) -> nodes.raw:
     """Return a piece of HTML as a node."""
     return nodes.raw("", text, format="html")
 
@@ -78,7 +78,11 @@ class StepsDirective(SphinxDirective):
                 raise self.error(f"step-through: step {number} has a picture and no sentence")
         title = escape(self.arguments[0])
         head = f'<div class="steps" role="group" aria-label="{title}, in steps">\n'
-        return [html(f'{head}<p class="steps-title">{title}</p>\n'), box[0], html("</div>\n")]
+        return [
+            make_html(f'{head}<p class="steps-title">{title}</p>\n'),
+            box[0],
+            make_html("</div>\n"),
+        ]
 
 
 class QuizDirective(SphinxDirective):
@@ -95,20 +99,23 @@ class QuizDirective(SphinxDirective):
             raise self.error(f"quiz: {name!r}; allowed are {', '.join(known)}")
         title = escape(known[name]["title"])
         head = f'<div class="quiz" role="group" aria-label="{title}" data-quiz="{name}">\n'
-        made: list[nodes.Node] = [html(f'{head}<p class="quiz-title">{title}</p>\n')]
+        made: list[nodes.Node] = [make_html(f'{head}<p class="quiz-title">{title}</p>\n')]
         for number, question in enumerate(known[name]["questions"], 1):
             label = f'role="group" aria-label="Question {number}"'
-            made += [html(f'<div class="quiz-question" {label}>\n'), *self._parsed(question["ask"])]
+            made += [
+                make_html(f'<div class="quiz-question" {label}>\n'),
+                *self._parse_markdown(question["ask"]),
+            ]
             for choice in question["choices"]:
                 # A summary is a button: its content is text, without links.
                 right = ' data-right="yes"' if choice.get("right") else ""
                 says = f"<summary>{escape(choice['says'])}</summary>\n"
-                made += [html(f'<details class="quiz-choice"{right}>{says}')]
-                made += [*self._parsed(format_verdict(choice)), html("</details>\n")]
-            made.append(html("</div>\n"))
-        return [*made, html("</div>\n")]
+                made += [make_html(f'<details class="quiz-choice"{right}>{says}')]
+                made += [*self._parse_markdown(format_verdict(choice)), make_html("</details>\n")]
+            made.append(make_html("</div>\n"))
+        return [*made, make_html("</div>\n")]
 
-    def _parsed(self, text: str) -> list[nodes.Node]:
+    def _parse_markdown(self, text: str) -> list[nodes.Node]:
         box = nodes.Element()
         lines = StringList(text.strip().split("\n"), source=str(QUIZZES_FILE))
         self.state.nested_parse(lines, self.content_offset, box)
@@ -116,7 +123,7 @@ class QuizDirective(SphinxDirective):
 
 
 class Predict(nodes.General, nodes.Element):
-    """Placeholder of a question until the cell after it has been read: see `join`."""
+    """Placeholder of a question until the cell after it has been read: see `attach_answers`."""
 
 
 class PredictDirective(SphinxDirective):
@@ -126,7 +133,7 @@ class PredictDirective(SphinxDirective):
     option_spec = {"row": directives.unchanged_required, "column": directives.unchanged_required}
 
     def run(self) -> list[nodes.Node]:
-        """Parse the question; `join` finds the answer when the whole page has been read."""
+        """Parse the question; `attach_answers` finds the answer when the whole page has been read."""
         for name in self.option_spec:
             if name not in self.options:
                 raise self.error(f"predict: allowed is one with :{name}:")
@@ -138,7 +145,7 @@ class PredictDirective(SphinxDirective):
         return [box]
 
 
-def number(page: str, row: str, column: str) -> float:
+def find_table_value(page: str, row: str, column: str) -> float:
     """Return the number at a row and column of a page's tables. Raises ValueError if absent."""
     for table in BeautifulSoup(page, "html.parser").select("table.table"):
         rows = [[cell.get_text() for cell in one.select("th, td")] for one in table.select("tr")]
@@ -150,7 +157,7 @@ def number(page: str, row: str, column: str) -> float:
     raise ValueError(f"no table with one column {column!r} and a row {row!r}")
 
 
-def join(app: Sphinx, doctree: nodes.document) -> None:
+def attach_answers(app: Sphinx, doctree: nodes.document) -> None:
     """Look up the answer of each question, and move the cell after it into its box."""
     for count, box in enumerate(list(doctree.findall(Predict)), 1):
         place = box.parent.index(box) + 1
@@ -159,22 +166,22 @@ def join(app: Sphinx, doctree: nodes.document) -> None:
             raise ExtensionError(f"{app.env.docname}: predict stands before no cell")
         page = "".join(raw.astext() for raw in cell.findall(nodes.raw))
         try:
-            value = number(page, box["row"], box["column"])
+            value = find_table_value(page, box["row"], box["column"])
         except ValueError as error:
             where = f"{app.env.docname}, line {box.line}: predict"
             raise ExtensionError(f"{where}: {error}") from None
-        head = html(
+        head = make_html(
             f'<div class="predict" id="predict-{count}" role="group" aria-label="Predict first"'
             f' data-value="{value:g}">\n<p class="predict-title">Predict first</p>\n'
         )
-        answer = html('<div class="predict-answer">\n')
+        answer = make_html('<div class="predict-answer">\n')
         box.parent.remove(cell)
-        box.replace_self([head, *box.children, answer, cell, html("</div>\n</div>\n")])
+        box.replace_self([head, *box.children, answer, cell, make_html("</div>\n</div>\n")])
 
 
-def load(app: Sphinx, body: BeautifulSoup) -> None:
+def add_assets(app: Sphinx, body: BeautifulSoup) -> None:
     """Let a page with such boxes, and no other page, load their scripts and styles."""
-    for kind, (script, style) in LOADS.items():
+    for kind, (script, style) in ASSETS.items():
         if body.find("div", class_=kind):
             app.add_js_file(f"{script}.js", loading_method="defer")
             app.add_css_file(f"{style}.css")

@@ -21,13 +21,13 @@ _ID = re.compile(r'\bid="([^"]+)"')
 _USE = re.compile(r'(\b(?:xlink:)?href="#|url\(#|aria-(?:labelledby|describedby)=")([^")]+)')
 _SIZE = re.compile(r'\s(?:width|height|role|aria-label|aria-labelledby)="[^"]*"')
 # A standalone file needs a title and colours of its own; an embedded one uses the page's.
-_OWN = re.compile(r"<(title|metadata|desc|style)\b.*?</\1>\s*", re.DOTALL)
+_STANDALONE_PARTS = re.compile(r"<(title|metadata|desc|style)\b.*?</\1>\s*", re.DOTALL)
 _FONT = re.compile(r'\bfont(?:-size)?(?:: ?|=")[^;"]*?([\d.]+)px')  # the font size
-READABLE = 9  # CSS pixels: smaller text may be unreadable on a phone
+MIN_FONT_PIXELS = 9  # CSS pixels: smaller text may be unreadable on a phone
 
 
-def width(opening: str, rest: str) -> str:
-    """Return the styles `width` and `min-width` of a picture: as drawn, and for readable text.
+def compute_width_style(opening: str, rest: str) -> str:
+    """Return the styles `compute_width_style` and `min-compute_width_style` of a picture: as drawn, and for readable text.
 
     `opening` are the attributes of its <svg>, `rest` its content; "" when it has no width.
     """
@@ -38,28 +38,28 @@ def width(opening: str, rest: str) -> str:
     pixels = math.ceil(float(wide[1]) * (4 / 3 if wide[2] == "pt" else 1) - 0.01)
     box = re.search(r'(?i)viewBox="[-\d.]+ [-\d.]+ ([\d.]+)', opening)
     sizes = [float(size) for size in _FONT.findall(opening + rest)]
-    least = math.ceil(READABLE * float(box[1]) / min(sizes)) if box and sizes else 0
+    least = math.ceil(MIN_FONT_PIXELS * float(box[1]) / min(sizes)) if box and sizes else 0
     return f"width: {pixels}px; min-width: {min(least, pixels)}px"
 
 
-def inline(text: str, prefix: str, alt: str) -> str:
+def embed_svg(text: str, prefix: str, alt: str) -> str:
     """Return the SVG document `text` as an element: `alt` labels it, `prefix` starts its ids."""
     start = text.index("<svg")
     end = text.index(">", start)
     opening, rest = text[start:end], text[end : text.rindex("</svg>") + len("</svg>")]
-    size = width(opening, rest)
+    size = compute_width_style(opening, rest)
     style = f' style="{size}"' if size else ""
     # Screen readers skip the children of role="img", so a picture with links is a group.
     role = "group" if "<a " in rest else "img"
     label = f'role="{role}" aria-label="{escape(alt)}"' if alt else 'aria-hidden="true"'
     opening = _SIZE.sub("", opening) + f" {label}{style}"
-    rest = _OWN.sub("", rest)
+    rest = _STANDALONE_PARTS.sub("", rest)
     rest = _ID.sub(rf'id="{prefix}\1"', rest)
     rest = _USE.sub(rf"\1{prefix}\2", rest)
     return opening + rest
 
 
-def replace(app: Sphinx, doctree: nodes.document) -> None:
+def embed_pictures(app: Sphinx, doctree: nodes.document) -> None:
     """Replace the SVG images of a page by their content."""
     for number, image in enumerate(list(doctree.findall(nodes.image))):
         uri = image.get("uri", "")
@@ -67,16 +67,16 @@ def replace(app: Sphinx, doctree: nodes.document) -> None:
         # Outputs of cells stay unchanged: they are outside the source folder's pictures.
         if not uri.endswith(".svg") or "://" in uri or not path.is_file():
             continue
-        markup = inline(path.read_text("utf-8"), f"svg{number}-", image.get("alt", ""))
+        markup = embed_svg(path.read_text("utf-8"), f"svg{number}-", image.get("alt", ""))
         classes = " ".join(["inline-svg", *image.get("classes", [])])
         raw = nodes.raw("", f'<span class="{classes}">{markup}</span>', format="html")
         image.replace_self(raw)
 
 
-def measure(body: BeautifulSoup) -> None:
+def set_output_widths(body: BeautifulSoup) -> None:
     """Set the widths of pictures in cells' outputs, which are already in the page."""
     for svg in body.select("figure.shown-figure > svg:not([style])"):
         html = str(svg)
         opening, _, rest = html.partition(">")
-        if size := width(opening, rest):
+        if size := compute_width_style(opening, rest):
             svg["style"] = size

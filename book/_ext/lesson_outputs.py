@@ -11,7 +11,7 @@ Before Sphinx reads any page, each lesson gets the first of these that exists:
 
 Pages in book/ that have cells are treated alike, without 1: they have no recordings.
 
-Then `read` hands each page to myst-nb as an executed notebook, and myst-nb executes nothing. Its
+Then `read_with_outputs` hands each page to myst-nb as an executed notebook, and myst-nb executes nothing. Its
 own cache would not do: the cache's key ignores imported code.
 
 `env.page_outputs` holds the origin of every page's outputs; `env.lesson_outputs` holds the
@@ -40,13 +40,13 @@ from shardcourse.build import facts, key
 
 logger = logging.getLogger(__name__)
 
-LESSONS = "lessons/"
-EXECUTIONS = "book/execution"  # the page that lists how each page was executed
-FOLDED = "hide-input"  # tag of a cell whose code is folded
+LESSONS_PREFIX = "lessons/"
+EXECUTIONS_PAGE = "book/execution"  # the page that lists how each page was executed
+FOLDED_TAG = "hide-input"  # tag of a cell whose code is folded
 
 
 @dataclass
-class Found:
+class PageOutputs:
     """Outputs of a page, or the fact that they have still to be made."""
 
     path: Path  # file of the outputs
@@ -61,7 +61,7 @@ class LessonFailed(SphinxError):
     category = "Lesson failed"
 
 
-def choose(app: Sphinx) -> list[str]:
+def choose_outputs(app: Sphinx) -> list[str]:
     """Find outputs for all pages; return the pages whose outputs have changed."""
     env, root = app.env, Path(app.srcdir)
     before: dict[str, Any] = getattr(env, "page_outputs", {})
@@ -69,22 +69,22 @@ def choose(app: Sphinx) -> list[str]:
     failures = []
     app.lesson_books = {}
     names = set(build.list_pages(root))
-    found: dict[str, Found] = {}
+    found: dict[str, PageOutputs] = {}
     finder = build.DependencyFinder(root)  # executing a page changes no file
     for docname in sorted(env.found_docs):
-        name = docname.removeprefix(LESSONS)
+        name = docname.removeprefix(LESSONS_PREFIX)
         if name not in names:
             continue
         if not build.has_cells(Path(env.doc2path(docname))):
             words = "has no notebook header: its first lines must say format_name: myst"
             failures.append(f"{docname}.md {words}")
             continue
-        found[docname] = _find(name, app, finder)
-    failures += _execute({d.removeprefix(LESSONS): found[d] for d in found}, root)
+        found[docname] = _find_outputs(name, app, finder)
+    failures += _execute_missing({d.removeprefix(LESSONS_PREFIX): found[d] for d in found}, root)
     if failures:
         raise LessonFailed("\n\n".join(failures))
     for docname, page in found.items():
-        if docname.startswith(LESSONS):
+        if docname.startswith(LESSONS_PREFIX):
             app.lesson_books[docname] = page.book
         now[docname] = {
             "how": page.how,
@@ -92,17 +92,21 @@ def choose(app: Sphinx) -> list[str]:
             "about": build.get_metadata(page.book),
             "content": hashlib.sha256(nbformat.writes(page.book).encode()).hexdigest(),
         }
-        env.mystnb_config.custom_formats[f"/{docname}.md"] = (read, {"book": page.path}, False)
+        env.mystnb_config.custom_formats[f"/{docname}.md"] = (
+            read_with_outputs,
+            {"book": page.path},
+            False,
+        )
     outdated = [docname for docname in now if now[docname] != before.get(docname)]
     if now != before:
-        outdated.append(EXECUTIONS)
+        outdated.append(EXECUTIONS_PAGE)
     env.page_outputs = now
-    env.lesson_outputs = {d: state for d, state in now.items() if d.startswith(LESSONS)}
+    env.lesson_outputs = {d: state for d, state in now.items() if d.startswith(LESSONS_PREFIX)}
     return outdated
 
 
-def _find(name: str, app: Sphinx, finder: build.DependencyFinder) -> Found:
-    """Return a page's recording, or the outputs of an earlier build, or `Found` without outputs."""
+def _find_outputs(name: str, app: Sphinx, finder: build.DependencyFinder) -> PageOutputs:
+    """Return a page's recording, or the outputs of an earlier build, or `PageOutputs` without outputs."""
     root = Path(app.srcdir)
     path, stale = root / build.RECORDINGS_FOLDER / f"{name}.ipynb", []
     if path.exists() and os.environ.get("RECORDED") != "0":
@@ -110,14 +114,16 @@ def _find(name: str, app: Sphinx, finder: build.DependencyFinder) -> Found:
         if recording is None:
             stale = ["it cannot be read"]
         elif not (stale := build.list_outdated_reasons(recording, name, root, finder)):
-            return Found(path, recording, "recorded", [])
+            return PageOutputs(path, recording, "recorded", [])
     kept = Path(app.outdir).parent / "executed" / f"{name}.ipynb"
     book = build.load_recording(kept)
     holds = book is not None and not build.list_outdated_reasons(book, name, root, finder)
-    return Found(kept, book if holds and _same_versions(book) else None, "executed", stale)
+    return PageOutputs(
+        kept, book if holds and _has_same_versions(book) else None, "executed", stale
+    )
 
 
-def _execute(found: dict[str, Found], root: Path) -> list[str]:
+def _execute_missing(found: dict[str, PageOutputs], root: Path) -> list[str]:
     """Execute the pages without outputs, save the results, and return the failures."""
     failures: dict[str, str] = {}
     ended = count(1)
@@ -136,7 +142,7 @@ def _execute(found: dict[str, Found], root: Path) -> list[str]:
         found[name].book = book
         made = build.get_metadata(book)
         twice = "".join(f"; code cell {number} measured again" for number in made["again"])
-        why = f"; {shortened(found[name].stale)}" if found[name].stale else ""
+        why = f"; {shorten_reasons(found[name].stale)}" if found[name].stale else ""
         logger.info("%s, %.0f s%s%s", begin, made["seconds"], twice, why)
 
     todo = [name for name in found if found[name].book is None]
@@ -144,13 +150,13 @@ def _execute(found: dict[str, Found], root: Path) -> list[str]:
     todo.sort(key=lambda name: -key.get_source_path(name, root).stat().st_size)
     if todo:
         logger.info("\nexecuting %s of %s pages", len(todo), len(found))
-        with _interruptible():
+        with _defer_interrupts():
             build.execute_pages(todo, root, done, cpu=True)
     return [failures[name] for name in todo if name in failures]
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
+def _defer_interrupts() -> Iterator[None]:
     """Defer an interrupt to the previous handler until all kernels have ended."""
     before = signal.getsignal(signal.SIGINT)
     if callable(before):
@@ -166,36 +172,36 @@ def _interruptible() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
-def shortened(reasons: list[str], most: int = 3) -> str:
+def shorten_reasons(reasons: list[str], most: int = 3) -> str:
     """Join the first few reasons, with the number of further ones."""
     more = [f"and {len(reasons) - most} more"] if len(reasons) > most else []
     return "; ".join([*reasons[:most], *more])
 
 
-def _same_versions(book: nbformat.NotebookNode) -> bool:
+def _has_same_versions(book: nbformat.NotebookNode) -> bool:
     made, now = build.get_metadata(book)["versions"], facts.get_versions()
     return {**made, "shardlab": ""} == {**now, "shardlab": ""}  # its files are in the key
 
 
-def read(text: str, book: Path) -> nbformat.NotebookNode:
+def read_with_outputs(text: str, book: Path) -> nbformat.NotebookNode:
     """Return the page `text` with the outputs of the executed notebook in the file `book`."""
-    page = with_outputs(build.parse_notebook(text), build.load_recording(book))
+    page = copy_outputs(build.parse_notebook(text), build.load_recording(book))
     for cell in build.code_cells(page):
-        _name_fold(cell)
+        _set_fold_title(cell)
     page.metadata["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
     return page
 
 
-def _name_fold(cell: nbformat.NotebookNode) -> None:
+def _set_fold_title(cell: nbformat.NotebookNode) -> None:
     """Turn a folded cell's first line, a comment that describes it, into the fold's title."""
     first, _, rest = cell.source.partition("\n")
-    if FOLDED in cell.metadata.get("tags", []) and first.startswith("# "):
+    if FOLDED_TAG in cell.metadata.get("tags", []) and first.startswith("# "):
         title = first.removeprefix("# ")
         cell.metadata["mystnb"] = {"code_prompt_show": title, "code_prompt_hide": title}
         cell.source = rest.lstrip("\n")
 
 
-def with_outputs(page: nbformat.NotebookNode, made: nbformat.NotebookNode) -> nbformat.NotebookNode:
+def copy_outputs(page: nbformat.NotebookNode, made: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """Return the notebook `page` with the outputs of the executed notebook `made`."""
     for cell, done in zip(build.code_cells(page), build.code_cells(made), strict=True):
         cell.outputs = done.outputs

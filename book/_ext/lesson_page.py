@@ -20,7 +20,7 @@ from typing import Any
 import nbformat
 from bs4 import BeautifulSoup
 from docutils import nodes
-from lesson_outputs import EXECUTIONS, shortened, with_outputs
+from lesson_outputs import EXECUTIONS_PAGE, copy_outputs, shorten_reasons
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
@@ -31,25 +31,25 @@ from shardcourse.build import index, pace, pairs, paths
 from shardcourse.build.exercises import make_exercise_notebook
 from shardcourse.build.reading import export_notebook
 
-DOWNLOADS = "downloads"
-SLIDES = "slides"
-EXERCISES = "_exercises.ipynb"
+DOWNLOADS_FOLDER = "downloads"
+SLIDES_FOLDER = "slides"
+EXERCISES_SUFFIX = "_exercises.ipynb"
 _SUFFIXES = (  # suffix of a file; text of the link; description of the file
     (".md", ".md", "the lesson's source, to read and edit in Jupyter"),
     (".ipynb", ".ipynb", "the notebook with its outputs"),
     (".py", ".py", "a plain script"),
-    (EXERCISES, "exercises", "a notebook of the exercises, with checks, without solutions"),
+    (EXERCISES_SUFFIX, "exercises", "a notebook of the exercises, with checks, without solutions"),
 )
-_ASKED = "exercise"  # type of the exercises in Sphinx's table of numbers
+_EXERCISE_TYPE = "exercise"  # type of the exercises in Sphinx's table of numbers
 # Hidden, since the switch does nothing without reading.js: that script shows it.
-SWITCH = (
+FOLD_SWITCH = (
     '<p class="open-folds" hidden><button type="button" aria-pressed="false">'
     "Open all folded code</button> What proves, tabulates and draws is folded under a line that "
     "says what it does.</p>"
 )
 
 
-def where(about: dict[str, Any]) -> str:
+def describe_device(about: dict[str, Any]) -> str:
     """Return the device: "1 × NVIDIA H200 (driver 570.1)", "the CPU (2 cores)"."""
     device = about["device"]
     if device["kind"] == "cpu":
@@ -59,7 +59,7 @@ def where(about: dict[str, Any]) -> str:
     return f"{device['count']} × {device['name']}" + (f" ({', '.join(details)})" if details else "")
 
 
-def ranks(about: dict[str, Any]) -> str:
+def describe_ranks(about: dict[str, Any]) -> str:
     """Return the most ranks on each device: "up to 4 ranks on the GPU (gloo)"; "" if none ran."""
     most: dict[tuple[str, str], int] = {}
     for entry in about.get("ranks", []):
@@ -72,53 +72,59 @@ def ranks(about: dict[str, Any]) -> str:
     )
 
 
-def versions(about: dict[str, Any], *names: str) -> str:
+def describe_versions(about: dict[str, Any], *names: str) -> str:
     """Return the versions that ran: "torch 2.13.0, Python 3.11.7"."""
     known = {"torch": "torch", "python": "Python", "deepspeed": "DeepSpeed", "shardlab": "shardlab"}
     found = {name: about["versions"].get(name) for name in names or known}
     return ", ".join(f"{known[n]} {v.partition('+')[0]}" for n, v in found.items() if v)
 
 
-def line(state: dict[str, Any]) -> str:
+def describe_origin(state: dict[str, Any]) -> str:
     """Return the line for readers on the origin of a lesson's outputs."""
     about = state["about"]
     how = "Recorded on" if state["how"] == "recorded" else "Executed by this build on"
-    parts = [f"{how} {where(about)}", ranks(about), versions(about, "torch", "python")]
+    parts = [
+        f"{how} {describe_device(about)}",
+        describe_ranks(about),
+        describe_versions(about, "torch", "python"),
+    ]
     parts += [about["date"], f"{about['seconds']:.0f} s"]
     text = ", ".join(part for part in parts if part) + "."
     if state["stale"]:
-        text += f" A recording is out of date: {shortened(state['stale'])}."
+        text += f" A recording is out of date: {shorten_reasons(state['stale'])}."
     return text
 
 
-def outputs(app: Sphinx, docname: str, body: BeautifulSoup, context: dict[str, Any]) -> str:
+def render_outputs_line(
+    app: Sphinx, docname: str, body: BeautifulSoup, context: dict[str, Any]
+) -> str:
     """Return the line on a lesson's outputs, its downloads, and the switch for folded code."""
     state = app.env.lesson_outputs[docname]
     topic, to = docname.removeprefix("lessons/"), context["pathto"]
     downloads = " ".join(
-        f'<a href="{to(f"{DOWNLOADS}/{topic}{suffix}", 1)}" download title="{escape(what)}">'
+        f'<a href="{to(f"{DOWNLOADS_FOLDER}/{topic}{suffix}", 1)}" download title="{escape(what)}">'
         f"{says}</a>"
         for suffix, says, what in _SUFFIXES
-        if suffix != EXERCISES or body.find(class_="exercise")
+        if suffix != EXERCISES_SUFFIX or body.find(class_="exercise")
     )
     slides = (
-        f'<a href="{to(f"{SLIDES}/{topic}.html", 1)}" title="for a hall; the key S '
+        f'<a href="{to(f"{SLIDES_FOLDER}/{topic}.html", 1)}" title="for a hall; the key S '
         "opens the lecturer's notes\">Slides</a>"
     )
-    text = f'{escape(line(state))} <a href="{to(EXECUTIONS)}">How each page was executed</a>.'
+    text = f'{escape(describe_origin(state))} <a href="{to(EXECUTIONS_PAGE)}">How each page was executed</a>.'
     return (
         f'<p class="lesson-outputs" data-how="{state["how"]}">{text}'
         f'<span class="lesson-downloads">Download: {downloads}. {slides}</span></p>'
-        f"{SWITCH if body.find(class_='tag_hide-input') else ''}"
+        f"{FOLD_SWITCH if body.find(class_='tag_hide-input') else ''}"
     )
 
 
-def note_ways(app: Sphinx) -> None:
+def read_course_index(app: Sphinx) -> None:
     """Read the course's index into `app.course`."""
     app.course = index.read_index(Path(app.srcdir))
 
 
-def assumes(app: Sphinx, docname: str) -> str:
+def render_prerequisites(app: Sphinx, docname: str) -> str:
     """Return a lesson's prerequisites and reading time, for below its title; "" for other pages."""
     topics = app.course.topics
     topic = topics.get(docname.removeprefix("lessons/"))
@@ -130,36 +136,41 @@ def assumes(app: Sphinx, docname: str) -> str:
         return f'<a href="{address}">{escape(topics[name].title)}</a>'
 
     page = app.course.pages[topic.topic]
-    time = f"{page.stated} minutes to read"
-    if app.course.ways:
+    time = f"{page.rounded_minutes} minutes to read"
+    if app.course.learning_paths:
         how = app.builder.get_relative_uri(docname, "book/paths")
         time = f'<a href="{how}#how-minutes-are-made">{time}</a>'
     if page.later:
-        some = page.stated - paths.round_to_five(page.first)
-        each = [f'<a href="#{_id(page.of(a)[0])}">{escape(w)}</a>' for a, w in page.later.items()]
+        some = page.rounded_minutes - paths.round_to_five(page.first_reading_minutes)
+        each = [
+            f'<a href="#{_make_section_id(page.find_section_tree(a)[0])}">{escape(w)}</a>'
+            for a, w in page.later.items()
+        ]
         time += f" ({some} of them can wait: {index.join_words(each)})"
     time += f", {topic.exercises} for the exercises" if topic.exercises else ""
     return f'<p class="lesson-assumes">{index.format_prerequisites(topic, link)} {time}.</p>'
 
 
-def _id(section: pace.Section) -> str:
+def _make_section_id(section: pace.Section) -> str:
     return nodes.make_id(section.title)
 
 
-def waits(app: Sphinx, docname: str) -> dict[str, str]:
+def render_skip_notes(app: Sphinx, docname: str) -> dict[str, str]:
     """Return the note for each section that a first reading can skip, by the section's id."""
     lines = {}
     page = app.course.pages.get(docname.removeprefix("lessons/"))
     for address in page.later if page else ():
         where = ""
-        if to := page.onward(address):
+        if to := page.find_next_section(address):
             title = escape(to.title.replace("`", ""))
-            where = f': go on with <a href="#{_id(to)}">{title}</a>'
-        lines[_id(page.of(address)[0])] = f'<p class="can-wait">This section can wait{where}.</p>'
+            where = f': go on with <a href="#{_make_section_id(to)}">{title}</a>'
+        lines[_make_section_id(page.find_section_tree(address)[0])] = (
+            f'<p class="can-wait">This section can wait{where}.</p>'
+        )
     return lines
 
 
-def leads_to(app: Sphinx, docname: str) -> str:
+def render_next_pages(app: Sphinx, docname: str) -> str:
     """Return the next page on each path and the lessons that need this one, for the page's end."""
 
     def link(to: str, words: str, section: str = "") -> str:
@@ -168,9 +179,11 @@ def leads_to(app: Sphinx, docname: str) -> str:
         return f'<a href="{address}{place}">{escape(words)}</a>'
 
     items = []
-    for way, sitting, piece in paths.list_next_segments(app.course.ways, docname):
+    for way, sitting, piece in paths.list_next_segments(app.course.learning_paths, docname):
         on = f"On {link(way.docname, way.title)}" + (f", {sitting.name}" if sitting.name else "")
-        end = link(piece.docname, piece.title, piece.begins) if piece else "this was the last"
+        end = (
+            link(piece.docname, piece.title, piece.first_section) if piece else "this was the last"
+        )
         items.append(f"<li>{on}: {end}</li>")
     name = docname.removeprefix("lessons/")
     needed = [topic for topic in app.course.topics.values() if name in topic.needs]
@@ -185,25 +198,33 @@ def leads_to(app: Sphinx, docname: str) -> str:
     )
 
 
-def pieces(app: Sphinx, docname: str) -> list[tuple[str, paths.Segment]]:
+def list_segments(app: Sphinx, docname: str) -> list[tuple[str, paths.Segment]]:
     """Return the paths that read a page, each with the piece of the page that it reads."""
-    every = ((way.path, piece) for way in app.course.ways.values() for _, piece in way.pieces)
+    every = (
+        (way.path, piece) for way in app.course.learning_paths.values() for _, piece in way.segments
+    )
     return [(path, piece) for path, piece in every if piece.docname == docname]
 
 
-def find_moved(app: Sphinx) -> list[str]:
+def find_changed_pages(app: Sphinx) -> list[str]:
     """Return the pages whose additions have changed since the last build."""
     docnames = app.env.found_docs
     now = {
-        name: "".join([assumes(app, name), *waits(app, name).values(), leads_to(app, name)])
-        + repr(pieces(app, name))
+        name: "".join(
+            [
+                render_prerequisites(app, name),
+                *render_skip_notes(app, name).values(),
+                render_next_pages(app, name),
+            ]
+        )
+        + repr(list_segments(app, name))
         for name in docnames
     }
     before, app.env.around_pages = getattr(app.env, "around_pages", {}), now
     return [docname for docname in docnames if before.get(docname, now[docname]) != now[docname]]
 
 
-def frame(app: Sphinx, docname: str, body: BeautifulSoup, context: dict[str, Any]) -> None:
+def add_page_notes(app: Sphinx, docname: str, body: BeautifulSoup, context: dict[str, Any]) -> None:
     """Add prerequisites and outputs under a page's title, the next pages at its end, and notes
     under the headings of sections that a first reading can skip.
     """
@@ -211,20 +232,20 @@ def frame(app: Sphinx, docname: str, body: BeautifulSoup, context: dict[str, Any
     def made(html: str) -> BeautifulSoup:
         return BeautifulSoup(html, "html.parser")
 
-    for section, said in waits(app, docname).items():
+    for section, said in render_skip_notes(app, docname).items():
         body.find("section", id=section).find(["h2", "h3"]).insert_after(made(said))
-    head = assumes(app, docname)
+    head = render_prerequisites(app, docname)
     if docname in app.env.lesson_outputs:
-        head += outputs(app, docname, body, context)
+        head += render_outputs_line(app, docname, body, context)
         # sphinx-exercise gives the same id to the content of every exercise of a page.
         for one in body.select("#exercise-content, #solution-content"):
             del one["id"]
     if body.h1 and head:
         body.h1.insert_after(made(head))
-    body.append(made(leads_to(app, docname)))
+    body.append(made(render_next_pages(app, docname)))
 
 
-def lead_on(app: Sphinx, pagename: str, context: dict[str, Any]) -> None:
+def skip_extra_pages(app: Sphinx, pagename: str, context: dict[str, Any]) -> None:
     """Let "next" skip the further pages of a part with a single lesson, to the next part."""
     site = getattr(app.config, "external_site_map", None)
     trees = [list(tree.files()) for tree in site.root.subtrees] if site else []
@@ -250,7 +271,7 @@ class Executions(SphinxDirective):
         return [nodes.raw("", '<div class="executions"></div>', format="html")]
 
 
-HEAD = ("Page", "Outputs", "Where", "With", "Ranks", "Date", "Seconds")
+TABLE_HEAD = ("Page", "Outputs", "Where", "With", "Ranks", "Date", "Seconds")
 
 
 def fill_table(app: Sphinx, docname: str, body: BeautifulSoup) -> None:
@@ -259,12 +280,12 @@ def fill_table(app: Sphinx, docname: str, body: BeautifulSoup) -> None:
         states = app.env.page_outputs
         listed = getattr(app.config, "external_site_map", None) or states  # in the book's order
         order = [name for name in listed if name in states]
-        head = "".join(f"<th>{word}</th>" for word in HEAD)
+        head = "".join(f"<th>{word}</th>" for word in TABLE_HEAD)
         rows = ""
         for name in order:
             link = f'<a href="{app.builder.get_relative_uri(docname, name)}">'
             cells = [f"{link}{escape(app.env.titles[name].astext())}</a>"]
-            cells += map(escape, _row(states[name]))
+            cells += map(escape, _format_row(states[name]))
             rows += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>\n"
         table = f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody>"
         table = f'<table class="executions table">\n{table}</table>'
@@ -272,7 +293,7 @@ def fill_table(app: Sphinx, docname: str, body: BeautifulSoup) -> None:
         mark.replace_with(BeautifulSoup(box, "html.parser"))
 
 
-def _row(state: dict[str, Any]) -> list[str]:
+def _format_row(state: dict[str, Any]) -> list[str]:
     about, how = state["about"], state["how"]
     if how == "executed":
         how += " by this build"
@@ -280,9 +301,9 @@ def _row(state: dict[str, Any]) -> list[str]:
         how += f"; a recording is out of date: {'; '.join(state['stale'])}"
     return [
         how,
-        where(about),
-        versions(about),
-        ranks(about),
+        describe_device(about),
+        describe_versions(about),
+        describe_ranks(about),
         about["date"],
         f"{about['seconds']:.0f}",
     ]
@@ -290,9 +311,9 @@ def _row(state: dict[str, Any]) -> list[str]:
 
 def write_downloads(app: Sphinx, docname: str) -> None:
     """Write a lesson as .md, .ipynb (with the page's outputs) and .py, and its exercises."""
-    root, folder = Path(app.srcdir), Path(app.outdir) / DOWNLOADS
+    root, folder = Path(app.srcdir), Path(app.outdir) / DOWNLOADS_FOLDER
     topic = docname.removeprefix("lessons/")
-    book = with_outputs(build.load_notebook(topic, root), app.lesson_books[docname])
+    book = copy_outputs(build.load_notebook(topic, root), app.lesson_books[docname])
     asked = make_exercise_notebook(topic, root)
     wanted = {
         ".md": (root / f"{docname}.md").read_text("utf-8"),
@@ -300,7 +321,7 @@ def write_downloads(app: Sphinx, docname: str) -> None:
             export_notebook(topic, root, book, needs=index.link_prerequisites(topic, root))
         ),
         ".py": pairs.make_script(topic, root, alone=True),
-        EXERCISES: nbformat.writes(asked) if asked else "",
+        EXERCISES_SUFFIX: nbformat.writes(asked) if asked else "",
     }
     folder.mkdir(exist_ok=True)
     for suffix, text in wanted.items():
@@ -311,36 +332,42 @@ def write_downloads(app: Sphinx, docname: str) -> None:
 
 # --- Exercises ------------------------------------------------------------------------------------
 
-_WHERE = (
+_ANSWER_HINT = (
     '<p class="exercise-where">Answer it in <code>lab/{topic}.ipynb</code>, which '
     '<code>make lab</code> opens, or in <a href="{up}{file}" download>the notebook of these '
     "exercises</a>.</p>\n"
 )
 
 
-def as_sphinx_numbered(app: Sphinx, env: BuildEnvironment) -> list[str]:
+def restore_sphinx_numbers(app: Sphinx, env: BuildEnvironment) -> list[str]:
     """Restore the exercise numbers that Sphinx made in the previous build."""
     for docname, numbers in getattr(env, "exercises_through", {}).items():
         if docname in env.toc_fignumbers:
-            env.toc_fignumbers[docname][_ASKED] = numbers
+            env.toc_fignumbers[docname][_EXERCISE_TYPE] = numbers
     return []
 
 
-def by_page(app: Sphinx, env: BuildEnvironment) -> list[str]:
+def number_by_page(app: Sphinx, env: BuildEnvironment) -> list[str]:
     """Renumber the exercises of each page from 1."""
-    found = {name: kinds[_ASKED] for name, kinds in env.toc_fignumbers.items() if _ASKED in kinds}
+    found = {
+        name: kinds[_EXERCISE_TYPE]
+        for name, kinds in env.toc_fignumbers.items()
+        if _EXERCISE_TYPE in kinds
+    }
     env.exercises_through = found
     for docname, numbers in found.items():
         order = sorted(numbers, key=numbers.__getitem__)
-        env.toc_fignumbers[docname][_ASKED] = {label: (n,) for n, label in enumerate(order, 1)}
+        env.toc_fignumbers[docname][_EXERCISE_TYPE] = {
+            label: (n,) for n, label in enumerate(order, 1)
+        }
     return []
 
 
-def say_where(doctree: nodes.document, docname: str) -> None:
+def add_answer_hint(doctree: nodes.document, docname: str) -> None:
     """End each exercise of a lesson with a line on where to answer it."""
     topic = docname.removeprefix("lessons/")
     if topic != docname:
-        up = f"{'../' * docname.count('/')}{DOWNLOADS}/"
-        words = _WHERE.format(topic=topic, up=up, file=f"{topic}{EXERCISES}")
+        up = f"{'../' * docname.count('/')}{DOWNLOADS_FOLDER}/"
+        words = _ANSWER_HINT.format(topic=topic, up=up, file=f"{topic}{EXERCISES_SUFFIX}")
         for exercise in doctree.findall(exercise_enumerable_node):
             exercise[-1] += nodes.raw("", words, format="html")

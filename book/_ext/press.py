@@ -2,7 +2,7 @@
 
 Jupyter Book turns lessons into pages; this extension makes the course's additions, one handler an
 event. Each line of a handler is one addition, in a file whose docstring says what it does and why.
-A page's HTML is parsed once, in `page`: all additions change one tree, and slides are made last.
+A page's HTML is parsed once, in `on_page_context`: all additions change one tree, and slides are made last.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sphinx.config import Config
 from sphinx.environment import BuildEnvironment
 
 
-class AsWritten(HTMLFormatter):
+class SourceOrderFormatter(HTMLFormatter):
     """HTML formatter that keeps the order of attributes, and adds no value to empty ones."""
 
     def attributes(self, tag: Tag) -> list[tuple[str, str | None]]:
@@ -41,69 +41,71 @@ class AsWritten(HTMLFormatter):
         return [(name, value or None) for name, value in tag.attrs.items()]
 
 
-def configured(app: Sphinx, config: Config) -> None:
+def on_config_inited(app: Sphinx, config: Config) -> None:
     """Return the attributes of an element in their order; BeautifulSoup would sort them."""
-    repository.configure(config)
-    cluster_site.read(app, config)
+    repository.configure_theme(config)
+    cluster_site.read_cluster_file(app, config)
 
 
-def begun(app: Sphinx) -> None:
+def on_builder_inited(app: Sphinx) -> None:
     """Configure the theme's repository links, and read the file of one computing centre."""
-    lesson_page.note_ways(app)
-    search.without_sphinxs(app)
+    lesson_page.read_course_index(app)
+    search.disable_sphinx_search(app)
 
 
-def outdated(
+def on_env_get_outdated(
     app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[str], removed: set[str]
 ) -> list[str]:
     """Read the course's index, and disable Sphinx's own search."""
     return [
-        *lesson_outputs.choose(app),
-        *lesson_page.find_moved(app),
-        *site_files.notice(app, removed),
+        *lesson_outputs.choose_outputs(app),
+        *lesson_page.find_changed_pages(app),
+        *site_files.find_changed_files(app, removed),
     ]
 
 
-def read(app: Sphinx, doctree: nodes.document) -> None:
+def on_doctree_read(app: Sphinx, doctree: nodes.document) -> None:
     """Return the pages to read again, after executing all lessons without outputs."""
-    search.remember(app, doctree)
-    directives.join(app, doctree)
-    cluster_site.make(app, doctree)
+    search.store_sections(app, doctree)
+    directives.attach_answers(app, doctree)
+    cluster_site.adapt_page(app, doctree)
 
 
-def resolved(app: Sphinx, doctree: nodes.document, docname: str) -> None:
+def on_doctree_resolved(app: Sphinx, doctree: nodes.document, docname: str) -> None:
     """Finish a page that was read, before Sphinx stores it."""
-    lesson_page.say_where(doctree, docname)
-    first_use.link(app, doctree, docname)
-    inline_svg.replace(app, doctree)
+    lesson_page.add_answer_hint(doctree, docname)
+    first_use.link_first_uses(app, doctree, docname)
+    inline_svg.embed_pictures(app, doctree)
     code_pages.redirect_prose(app, doctree, docname)
 
 
-def page(
+def on_page_context(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
 ) -> None:
     """Finish a page that is to be written, as a document."""
-    describe(app, pagename, context, doctree)
+    add_description(app, pagename, context, doctree)
     if doctree is None or "body" not in context:
         return
     body = BeautifulSoup(context["body"], "html.parser")
-    lesson_page.frame(app, pagename, body, context)
+    lesson_page.add_page_notes(app, pagename, body, context)
     lesson_page.fill_table(app, pagename, body)
-    lesson_page.lead_on(app, pagename, context)
-    inline_svg.measure(body)
+    lesson_page.skip_extra_pages(app, pagename, context)
+    inline_svg.set_output_widths(body)
     code_pages.redirect_outputs(app, body, context["pathto"])
-    directives.load(app, body)
+    directives.add_assets(app, body)
     calculator.add_assets(app, body)
     if pagename in app.env.page_outputs:
-        body.append(BeautifulSoup(repository.report(app, pagename), "html.parser"))
-    context["body"] = body.decode(formatter=AsWritten(EntitySubstitution.substitute_xml, ""))
+        body.append(BeautifulSoup(repository.make_report_link(app, pagename), "html.parser"))
+    context["body"] = body.decode(
+        formatter=SourceOrderFormatter(EntitySubstitution.substitute_xml, "")
+    )
     if pagename in app.env.lesson_outputs and app.builder.name == "html":
         repository.add_launchers(app, pagename, context)
         lesson_page.write_downloads(app, pagename)
-        slides.write(app, pagename, body)
+        slides.write_slides(app, pagename, body)
 
 
-def describe(app: Sphinx, pagename: str, context: dict[str, Any], doctree: Any) -> None:
+def add_description(app: Sphinx, pagename: str, context: dict[str, Any], doctree: Any) -> None:
     """Finish a page that is to be written, as HTML, and write its downloads and slides."""
     for script in context.get("script_files", []):
         name = getattr(script, "filename", "")
@@ -126,22 +128,22 @@ def describe(app: Sphinx, pagename: str, context: dict[str, Any], doctree: Any) 
     context["metatags"] = context.get("metatags", "") + said
 
 
-def more_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
+def on_collect_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield the pages that have no document as their source."""
     if app.builder.name == "html":
-        yield from code_pages.pages(app)
+        yield from code_pages.iter_pages(app)
         yield from search.search_page(app)
 
 
-def finished(app: Sphinx, exception: Exception | None) -> None:
+def on_build_finished(app: Sphinx, exception: Exception | None) -> None:
     """Write the further files of a site after a successful build."""
     if exception is None and app.builder.format == "html":
-        site_files.copy(app)
+        site_files.copy_libraries(app)
     if exception is None and app.builder.name == "html":
         calculator.write_bundle(app)
-        code_pages.keep(app)
-        site_files.write(app)
-    site_files.forget(app, exception)
+        code_pages.store_hashes(app)
+        site_files.write_root_files(app)
+    site_files.discard_failed_build(app, exception)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
@@ -152,19 +154,19 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("predict", directives.PredictDirective)
     app.add_directive("quiz", directives.QuizDirective)
     app.add_directive("calculator", calculator.CalculatorDirective)
-    app.connect("config-inited", configured, priority=900)
-    app.connect("builder-inited", begun)
-    app.connect("env-get-outdated", outdated)
-    app.connect("env-purge-doc", search.forget)
-    app.connect("doctree-read", read)
-    app.connect("env-get-updated", lesson_page.as_sphinx_numbered, priority=400)
-    app.connect("env-get-updated", lesson_page.by_page, priority=600)
-    app.connect("doctree-resolved", resolved)
-    app.connect("html-page-context", page, priority=510)
-    app.connect("html-collect-pages", more_pages)
-    app.connect("build-finished", finished, priority=900)
+    app.connect("config-inited", on_config_inited, priority=900)
+    app.connect("builder-inited", on_builder_inited)
+    app.connect("env-get-outdated", on_env_get_outdated)
+    app.connect("env-purge-doc", search.drop_sections)
+    app.connect("doctree-read", on_doctree_read)
+    app.connect("env-get-updated", lesson_page.restore_sphinx_numbers, priority=400)
+    app.connect("env-get-updated", lesson_page.number_by_page, priority=600)
+    app.connect("doctree-resolved", on_doctree_resolved)
+    app.connect("html-page-context", on_page_context, priority=510)
+    app.connect("html-collect-pages", on_collect_pages)
+    app.connect("build-finished", on_build_finished, priority=900)
     # sphinx_exercise names singlehtml, and Sphinx would then take no other extension's visitors.
     app.registry.translation_handlers["singlehtml"] = app.registry.translation_handlers["html"]
     # Sphinx discards its environment when this number changes.
-    extensions = int(site_files.digest(sorted(Path(__file__).parent.glob("*.py")))[:12], 16)
+    extensions = int(site_files.hash_files(sorted(Path(__file__).parent.glob("*.py")))[:12], 16)
     return {"env_version": extensions}

@@ -29,7 +29,7 @@ from sphinx.errors import ConfigError
 
 import shardlab
 
-_FORM = """\
+_ISSUE_TEMPLATE = """\
 Page: {page}
 Build: {build}
 Section:
@@ -47,7 +47,7 @@ class Repository(NamedTuple):
     branch: str
 
 
-def address() -> Repository | None:
+def get_repository() -> Repository | None:
     """Return the repository that the environment names, or None."""
     url = os.environ.get("BOOK_REPOSITORY", "").strip().rstrip("/").removesuffix(".git")
     if not url:
@@ -59,10 +59,10 @@ def address() -> Repository | None:
     return Repository(url, os.environ.get("BOOK_BRANCH", "").strip() or "main")
 
 
-def configure(config: Config) -> None:
+def configure_theme(config: Config) -> None:
     """Configure the theme's repository links; remove Jupyter Book's example address."""
     options = config.html_theme_options
-    repository = address()
+    repository = get_repository()
     options["launch_buttons"] = {}  # the theme's cannot open .md notebooks: see add_launchers
     for name in ("use_edit_page_button", "use_repository_button"):
         options[name] = repository is not None
@@ -74,7 +74,7 @@ def configure(config: Config) -> None:
 
 def add_launchers(app: Sphinx, pagename: str, context: dict[str, Any]) -> None:
     """Add buttons that open a lesson in Binder or Colab to its header; they need GitHub."""
-    repository = address()
+    repository = get_repository()
     github = "https://github.com/"
     if not repository or not repository.url.startswith(github):
         return
@@ -101,7 +101,7 @@ def add_launchers(app: Sphinx, pagename: str, context: dict[str, Any]) -> None:
 
 
 @cache
-def build(root: Path) -> str:
+def describe_build(root: Path) -> str:
     """Return the version, the commit and the date of this build, as far as they are known."""
     command = ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]
     try:
@@ -113,21 +113,21 @@ def build(root: Path) -> str:
     return ", ".join([shardlab.__version__, *([f"commit {commit}"] if commit else []), day])
 
 
-def form(repository: Repository, page: str, said: str) -> str:
+def make_issue_url(repository: Repository, page: str, said: str) -> str:
     """Return the address of a pre-filled form for a new issue."""
-    names = {"title": f"A number of {page}", "body": _FORM.format(page=page, build=said)}
+    names = {"title": f"A number of {page}", "body": _ISSUE_TEMPLATE.format(page=page, build=said)}
     if repository.url.startswith("https://gitlab."):
         names = {"issue[title]": names["title"], "issue[description]": names["body"]}
         return f"{repository.url}/-/issues/new?{urlencode(names)}"
     return f"{repository.url}/issues/new?{urlencode(names)}"
 
 
-def report(app: Sphinx, pagename: str) -> str:
+def make_report_link(app: Sphinx, pagename: str) -> str:
     """Return the link below the last section of an executed page; "" without a repository."""
-    repository = address()
+    repository = get_repository()
     if repository is None:
         return ""
-    link = escape(form(repository, pagename, build(Path(app.srcdir))))
+    link = escape(make_issue_url(repository, pagename, describe_build(Path(app.srcdir))))
     return (
         f'<p class="report-number"><a href="{link}">Report a number of this page</a>: '
         "the form knows the page and its build.</p>"

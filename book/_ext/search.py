@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from code_pages import sources, target
+from code_pages import get_source_url, iter_sources
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
-INDEX = "sections.js"
-SYNONYMS = Path(__file__).parents[1] / "synonyms.yml"
+INDEX_FILE = "sections.js"
+SYNONYMS_FILE = Path(__file__).parents[1] / "synonyms.yml"
 _PAGE = """\
 <h1>Search</h1>
 <noscript><p>The search is a script of this page, and the browser runs none.</p></noscript>
@@ -38,31 +38,31 @@ _PAGE = """\
 _NO_PROSE = nodes.literal_block | nodes.raw | nodes.comment | nodes.math_block | nodes.title
 
 
-def remember(app: Sphinx, doctree: nodes.document) -> None:
+def store_sections(app: Sphinx, doctree: nodes.document) -> None:
     """Store the sections of a page that was read."""
     if not hasattr(app.env, "searched"):
         app.env.searched = {}
-    app.env.searched[app.env.docname] = list(sections(doctree))
+    app.env.searched[app.env.docname] = list(iter_sections(doctree))
 
 
-def forget(app: Sphinx, env: BuildEnvironment, docname: str) -> None:
+def drop_sections(app: Sphinx, env: BuildEnvironment, docname: str) -> None:
     """Remove the sections of a page that is read again or was deleted."""
     getattr(env, "searched", {}).pop(docname, None)
 
 
-def sections(doctree: nodes.document) -> Iterator[tuple[str, str, str]]:
+def iter_sections(doctree: nodes.document) -> Iterator[tuple[str, str, str]]:
     """Yield (anchor, title, prose) of each section and of each glossary entry."""
     for section in doctree.findall(nodes.section):
         title = section.next_node(nodes.title)
         if title is not None:
-            yield section["ids"][0], title.astext(), _prose(section)
+            yield section["ids"][0], title.astext(), _extract_prose(section)
     for item in doctree.findall(nodes.definition_list_item):
         term = item.next_node(nodes.term)
         if term is not None and term["ids"]:
-            yield term["ids"][0], term.astext(), _prose(item)
+            yield term["ids"][0], term.astext(), _extract_prose(item)
 
 
-def _prose(node: nodes.Element) -> str:
+def _extract_prose(node: nodes.Element) -> str:
     """Return the words of a section, without its subsections, code and formulas."""
     found = []
     for child in node.children:
@@ -72,13 +72,13 @@ def _prose(node: nodes.Element) -> str:
         if box or isinstance(child, nodes.paragraph):
             found.append(child.astext())
         elif isinstance(child, nodes.Element) and "glossary" not in child.get("classes", []):
-            found.append(_prose(child))
+            found.append(_extract_prose(child))
     return " ".join(" ".join(found).split())
 
 
-def definitions(root: Path) -> Iterator[tuple[str, str, int]]:
+def iter_definitions(root: Path) -> Iterator[tuple[str, str, int]]:
     """Yield (file, name, line) of the public functions and classes of the package."""
-    for path in sources(root):
+    for path in iter_sources(root):
         if path.startswith("code/shard"):
             for node in ast.parse((root / path).read_text("utf-8")).body:
                 if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_":
@@ -88,11 +88,11 @@ def definitions(root: Path) -> Iterator[tuple[str, str, int]]:
 def search_page(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield the search page, after writing its index."""
     write_index(app)
-    body = _PAGE.format(index=f"_static/{INDEX}", script="_static/search.js")
+    body = _PAGE.format(index=f"_static/{INDEX_FILE}", script="_static/search.js")
     yield "search", {"title": "Search", "body": body}, "page.html"
 
 
-def without_sphinxs(app: Sphinx) -> None:
+def disable_sphinx_search(app: Sphinx) -> None:
     """Disable Sphinx's own search index."""
     if app.builder.format == "html":
         app.builder.search = False
@@ -107,15 +107,17 @@ def write_index(app: Sphinx) -> None:
         for at, title, prose in env.searched[docname]
     ]
     up = app.builder.get_target_uri
-    for path, name, line in definitions(root):
-        where = target(path, f"#L{line}", lambda page, _resource=0: up(page))
+    for path, name, line in iter_definitions(root):
+        where = get_source_url(path, f"#L{line}", lambda page, _resource=0: up(page))
         entries.append([path.removeprefix("code/"), name, where, None])
-    said = yaml.safe_load(SYNONYMS.read_text("utf-8"))
+    said = yaml.safe_load(SYNONYMS_FILE.read_text("utf-8"))
     known = {address for _, _, address, _ in entries}
     for address in said["taught"]:
         if address.split(".html")[0] in env.searched and address not in known:
-            raise ValueError(f"taught: {address!r} in {SYNONYMS.name} is no section of that page")
+            raise ValueError(
+                f"taught: {address!r} in {SYNONYMS_FILE.name} is no section of that page"
+            )
     text = json.dumps({"entries": entries, **said}, ensure_ascii=False)
-    index = Path(app.outdir, "_static", INDEX)
+    index = Path(app.outdir, "_static", INDEX_FILE)
     index.parent.mkdir(exist_ok=True)
     index.write_text(f"window.SECTIONS = {text};\n", "utf-8")

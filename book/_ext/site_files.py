@@ -19,8 +19,8 @@ from importlib import metadata
 from pathlib import Path
 
 from bs4 import BeautifulSoup
-from code_pages import sources
-from search import SYNONYMS
+from code_pages import iter_sources
+from search import SYNONYMS_FILE
 from sphinx.application import Sphinx
 
 import shardlab
@@ -40,18 +40,18 @@ _REVEAL = (
 )
 
 
-def _package(name: str, folder: str) -> Path:
+def _get_package_folder(name: str, folder: str) -> Path:
     """Return a folder of an installed package."""
     return Path(str(metadata.distribution(name).locate_file(folder)))
 
 
-def copy(app: Sphinx) -> None:
+def copy_libraries(app: Sphinx) -> None:
     """Copy the files of MathJax and reveal.js that pages load, and remove unused files."""
     static = Path(app.outdir, "_static")
     for pattern in _UNUSED:
         for path in static.glob(pattern):
             path.unlink()
-    source = _package("sphinx-mathjax-offline", "sphinx-mathjax-offline/static/mathjax")
+    source = _get_package_folder("sphinx-mathjax-offline", "sphinx-mathjax-offline/static/mathjax")
     for name in _MATHJAX:
         goal = static / "mathjax" / name
         if (source / name).is_dir():
@@ -61,21 +61,23 @@ def copy(app: Sphinx) -> None:
             goal.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source / name, goal)
     (static / "reveal").mkdir(exist_ok=True)
-    source = _package("sphinx-revealjs", "sphinx_revealjs/_static/revealjs")
+    source = _get_package_folder("sphinx-revealjs", "sphinx_revealjs/_static/revealjs")
     for name in _REVEAL:
         shutil.copy2(source / name, static / "reveal")
 
 
-def write(app: Sphinx) -> None:
+def write_root_files(app: Sphinx) -> None:
     """Write the list of versions, which has only this one, and the landing page at the root."""
     listed = json.dumps([{"name": shardlab.__version__, "path": ""}])
     Path(app.outdir, "versions.json").write_text(listed + "\n", "utf-8")
     root = app.config.root_doc
     landing = Path(app.outdir, f"{root}.html").read_text("utf-8")
-    Path(app.outdir, "index.html").write_text(moved(landing, posixpath.dirname(root)), "utf-8")
+    Path(app.outdir, "index.html").write_text(
+        rebase_links(landing, posixpath.dirname(root)), "utf-8"
+    )
 
 
-def moved(text: str, folder: str) -> str:
+def rebase_links(text: str, folder: str) -> str:
     """Return the page `text` of a folder below the root ("book") with links from the root."""
     page = BeautifulSoup(text, "html.parser")
     for name in ("href", "src", "action", "data-content_root"):
@@ -87,24 +89,24 @@ def moved(text: str, folder: str) -> str:
     return str(page)
 
 
-def notice(app: Sphinx, removed: set[str]) -> list[str]:
+def find_changed_files(app: Sphinx, removed: set[str]) -> list[str]:
     """Return the root page, so that Sphinx copies all files, if a file without a page changed."""
     for docname in removed:
         Path(app.builder.get_outfilename(docname)).unlink(missing_ok=True)
     root = Path(app.srcdir)
     static = sorted(path for path in (root / "book/static").rglob("*") if path.is_file())
-    now = digest([*(root / path for path in sources(root)), *static, SYNONYMS])
+    now = hash_files([*(root / path for path in iter_sources(root)), *static, SYNONYMS_FILE])
     before = getattr(app.env, "other_files", now)
     app.env.other_files = now
     return [app.config.root_doc] if now != before else []
 
 
-def digest(files: list[Path]) -> str:
+def hash_files(files: list[Path]) -> str:
     """Return a hash of files and their names."""
     return hashlib.sha256(b"".join(str(f).encode() + f.read_bytes() for f in files)).hexdigest()
 
 
-def forget(app: Sphinx, exception: Exception | None) -> None:
+def discard_failed_build(app: Sphinx, exception: Exception | None) -> None:
     """Let the next build read all pages after a build with an error or with fatal warnings."""
     strict = app.warningiserror or app.keep_going  # `-W --keep-going` sets only the latter
     if exception or (strict and app._warncount):

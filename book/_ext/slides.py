@@ -11,7 +11,7 @@ from pathlib import Path
 
 import deck
 from bs4 import BeautifulSoup
-from lesson_page import SLIDES, pieces
+from lesson_page import SLIDES_FOLDER, list_segments
 from sphinx.application import Sphinx
 
 from shardcourse import exercises
@@ -44,12 +44,12 @@ PAGE = """\
 """
 
 
-def known(exercise: str) -> list[str]:
+def list_mistakes(exercise: str) -> list[str]:
     """Return the well-known mistakes in an exercise, [] for an unknown exercise."""
     return exercises.list_mistakes(exercise) if exercise in exercises.list_names() else []
 
 
-def mark(slides: list[deck.Slide], read: list[tuple[str, paths.Segment]]) -> None:
+def mark_paths(slides: list[deck.Slide], read: list[tuple[str, paths.Segment]]) -> None:
     """Note on each slide the paths that include it.
 
     read: (path's name, piece of the lesson that it reads) each: the whole lesson, or sections.
@@ -58,25 +58,25 @@ def mark(slides: list[deck.Slide], read: list[tuple[str, paths.Segment]]) -> Non
         sections = {pace.make_anchor(title) for _, title in piece.sections}
         for slide in slides:
             of = {
-                pace.make_anchor(deck.text(slide.title)),
-                pace.make_anchor(deck.text(slide.kicker)),
+                pace.make_anchor(deck.strip_tags(slide.title)),
+                pace.make_anchor(deck.strip_tags(slide.kicker)),
             }
             here = slide.kind == "title" or not sections or of & sections
             if here and path not in slide.paths:
                 slide.paths.append(path)
 
 
-def document(slides: list[deck.Slide], lesson: str, up: str) -> str:
+def render_deck(slides: list[deck.Slide], lesson: str, up: str) -> str:
     """Return the deck as a page. lesson: address of the lesson's page; up: address of the site."""
-    body = "\n".join(slide.html(lesson) for slide in slides)
-    title = escape(deck.text(slides[0].title))
+    body = "\n".join(slide.render_html(lesson) for slide in slides)
+    title = escape(deck.strip_tags(slides[0].title))
     return PAGE.format(title=title, static=f"{up}_static/", slides=body)
 
 
-def write(app: Sphinx, docname: str, body: BeautifulSoup) -> None:
+def write_slides(app: Sphinx, docname: str, body: BeautifulSoup) -> None:
     """Write the deck of a lesson whose page is finished; `body` is consumed."""
-    slides = deck.deck(body, known)
-    mark(slides, pieces(app, docname))
-    path = Path(app.outdir, SLIDES, f"{docname.removeprefix('lessons/')}.html")
+    slides = deck.make_slides(body, list_mistakes)
+    mark_paths(slides, list_segments(app, docname))
+    path = Path(app.outdir, SLIDES_FOLDER, f"{docname.removeprefix('lessons/')}.html")
     path.parent.mkdir(exist_ok=True)
-    path.write_text(document(slides, f"../{docname}.html", "../"), "utf-8")
+    path.write_text(render_deck(slides, f"../{docname}.html", "../"), "utf-8")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
-from serving import serve
+from serving import serve_folder
 from visiting import Visit
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -34,7 +34,7 @@ def chromium() -> str:
 @pytest.fixture(scope="session")
 def address(chromium: str, site: Path) -> Iterator[str]:
     """Serve the site with gzip; return its address, "http://127.0.0.1:40123/"."""
-    with serve(site) as where:
+    with serve_folder(site) as where:
         yield where
 
 
@@ -61,7 +61,7 @@ def visit(browser: Browser, address: str) -> Iterator[Callable[..., Visit]]:
 
     def visit(path: str = "", **options) -> Visit:
         opened.append(Visit(browser, address, **options))
-        opened[-1].go(path)
+        opened[-1].open_page(path)
         return opened[-1]
 
     yield visit

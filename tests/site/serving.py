@@ -20,13 +20,13 @@ class Handler(SimpleHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Send a file, or say that there is none."""
-        self.answer(body=True)
+        self.send_file(body=True)
 
     def do_HEAD(self) -> None:
         """Send only a file's headers."""
-        self.answer(body=False)
+        self.send_file(body=False)
 
-    def answer(self, body: bool) -> None:
+    def send_file(self, body: bool) -> None:
         """Send the file `self.path`; for a folder, its index.html."""
         path = Path(self.translate_path(self.path))
         if path.is_dir():
@@ -52,7 +52,7 @@ class Handler(SimpleHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def serve(folder: Path) -> Iterator[str]:
+def serve_folder(folder: Path) -> Iterator[str]:
     """Serve `folder` while the context lasts; yield its address, "http://127.0.0.1:<port>/"."""
     handler = partial(Handler, directory=str(folder))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

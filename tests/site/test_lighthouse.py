@@ -50,7 +50,7 @@ def lighthouse(request, chromium) -> Path:
     return folder / "node_modules/lighthouse/cli/index.js"
 
 
-def run(program: Path, browser: str, address: str, *more: str) -> dict:
+def run_lighthouse(program: Path, browser: str, address: str, *more: str) -> dict:
     """Return Lighthouse's report on a page, with its own settings for a phone."""
     flags = "--headless=new --disable-gpu --disable-dev-shm-usage --disable-background-networking"
     flags += " --no-sandbox" if os.geteuid() == 0 else ""
@@ -65,12 +65,12 @@ def run(program: Path, browser: str, address: str, *more: str) -> dict:
     return json.loads(done.stdout)
 
 
-def score(report: dict, category: str) -> float:
+def get_score(report: dict, category: str) -> float:
     """Return a score, 0 to 100."""
     return 100 * (report["categories"][category]["score"] or 0)
 
 
-def longest(site: Path) -> str:
+def find_longest_lesson(site: Path) -> str:
     """Return the lesson with the most words."""
 
     def words(path: Path) -> int:
@@ -92,8 +92,8 @@ def longest(site: Path) -> str:
     ],
 )
 def test_lighthouse(lighthouse, chromium, address, site, which):
-    page = "book/index.html" if which == "landing page" else longest(site)
-    report = run(lighthouse, chromium, address + page)
+    page = "book/index.html" if which == "landing page" else find_longest_lesson(site)
+    report = run_lighthouse(lighthouse, chromium, address + page)
     assert "runtimeError" not in report, report["runtimeError"]
     audits = report["audits"]
     for category in ("accessibility", "best-practices", "seo"):
@@ -102,14 +102,15 @@ def test_lighthouse(lighthouse, chromium, address, site, which):
             for ref in report["categories"][category]["auditRefs"]
             if ref["weight"] and audits[ref["id"]]["score"] not in (None, 1)
         ]
-        assert score(report, category) >= WANTED, f"{page}, {category}: {weak}"
+        assert get_score(report, category) >= WANTED, f"{page}, {category}: {weak}"
     loaded = audits["total-byte-weight"]["numericValue"]
     assert loaded < LOADED, f"{page}: {loaded} bytes"
 
-    speed = [score(report, "performance")]
+    speed = [get_score(report, "performance")]
     if speed[0] < FAST:
         only = "--only-categories=performance"
         speed += [
-            score(run(lighthouse, chromium, address + page, only), "performance") for _ in range(2)
+            get_score(run_lighthouse(lighthouse, chromium, address + page, only), "performance")
+            for _ in range(2)
         ]
     assert max(speed) >= FAST_ENOUGH, f"{page}: {speed}"

@@ -28,7 +28,7 @@ calculators = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(calculators)
 
 
-def answer(kind: str, given: dict) -> dict:
+def compute_answer(kind: str, given: dict) -> dict:
     """Return the answer of this process's Python."""
     return json.loads(calculators.answer_question(json.dumps({"kind": kind, "given": given})))
 
@@ -40,7 +40,7 @@ def opened(browser, address):
 
     def opened(kind: str):
         if kind not in tabs:
-            tabs[kind] = Visit(browser, address).go(f"lessons/{KINDS[kind]}.html")
+            tabs[kind] = Visit(browser, address).open_page(f"lessons/{KINDS[kind]}.html")
         return tabs[kind], tabs[kind].page.locator(f'form.calculator[data-kind="{kind}"]')
 
     yield opened
@@ -48,7 +48,7 @@ def opened(browser, address):
         tab.close()
 
 
-def fill(form, **values: str) -> None:
+def fill_fields(form, **values: str) -> None:
     for name, value in values.items():
         field = form.locator(f'[data-name="{name}"]')
         if field.evaluate("e => e.tagName") == "SELECT":
@@ -60,10 +60,10 @@ def fill(form, **values: str) -> None:
 def fill_all(form, given: dict[str, str]) -> None:
     """Enter these values, and the command's defaults in all other fields."""
     names = "(all) => all.map((field) => [field.dataset.name, field.dataset.default])"
-    fill(form, **{**dict(form.locator("[data-name]").evaluate_all(names)), **given})
+    fill_fields(form, **{**dict(form.locator("[data-name]").evaluate_all(names)), **given})
 
 
-def calculate(form) -> list[list[str]]:
+def press_calculate(form) -> list[list[str]]:
     """Press the button; return the rows of the table as soon as it exists."""
     form.get_by_role("button", name="Calculate").click()
     expect(form.get_by_role("button", name="Stop")).to_be_hidden(timeout=SLOW)
@@ -82,8 +82,8 @@ def calculate(form) -> list[list[str]]:
 def test_a_table_is_that_of_python(opened, kind, given):
     seen, form = opened(kind)
     fill_all(form, given)
-    wanted = answer(kind, {k: True if v == "yes" else v for k, v in given.items()})
-    assert calculate(form) == wanted["rows"]
+    wanted = compute_answer(kind, {k: True if v == "yes" else v for k, v in given.items()})
+    assert press_calculate(form) == wanted["rows"]
     assert form.get_by_role("status").inner_text() == wanted["summary"]
     assert form.locator(".calculator-command").inner_text() == wanted["command"]
     assert seen.wrong == []
@@ -99,8 +99,8 @@ def test_a_table_is_that_of_python(opened, kind, given):
 def test_a_schedule_is_that_of_python_and_drawn(opened, given):
     seen, form = opened("schedule")
     fill_all(form, given)
-    wanted = answer("schedule", given)
-    assert calculate(form) == wanted["rows"]
+    wanted = compute_answer("schedule", given)
+    assert press_calculate(form) == wanted["rows"]
     picture = form.get_by_role("img")
     assert wanted["summary"] in picture.get_attribute("aria-label")
     passes = [span for row in wanted["picture"]["spans"] for span in row]
@@ -127,7 +127,7 @@ def test_answers_are_those_of_python(opened):
         given |= {"forward": pick(["1", "0.37", "1,2"]), "hop": pick(["0", "0.1", "-1"])}
         questions.append(("schedule", given))
     _, form = opened("memory")
-    calculate(form)  # loads Python
+    press_calculate(form)  # loads Python
     found = form.page.evaluate(
         """async (questions) => {
           const text = new Blob([coursePython], { type: "text/javascript" });
@@ -143,7 +143,7 @@ def test_answers_are_those_of_python(opened):
         }""",
         [json.dumps({"kind": kind, "given": given}) for kind, given in questions],
     )
-    wanted = [answer(kind, given) for kind, given in questions]
+    wanted = [compute_answer(kind, given) for kind, given in questions]
     assert 5 < sum("error" in one for one in wanted) < len(wanted) - 5
     for question, there, here in zip(questions, map(json.loads, found), wanted, strict=True):
         assert there == here, question
@@ -153,9 +153,9 @@ def test_nothing_is_loaded_until_it_is_asked_for(visit, address):
     seen = visit("book/index.html")
     asked: list[str] = []
     seen.context.on("request", lambda request: asked.append(request.url))
-    seen.go("lessons/zero.html")
+    seen.open_page("lessons/zero.html")
     assert not [url for url in asked if "calculator" in url or "python.js" in url]
-    seen.go("lessons/memory.html")
+    seen.open_page("lessons/memory.html")
     form = seen.page.locator("form.calculator")
     form.get_by_role("button", name="Calculate").scroll_into_view_if_needed()
     form.locator("input").first.fill("4")
@@ -164,8 +164,8 @@ def test_nothing_is_loaded_until_it_is_asked_for(visit, address):
         "calculator.js",
     ]
     assert not [url for url in asked if "python" in url]
-    calculate(form)
-    calculate(form)
+    press_calculate(form)
+    press_calculate(form)
     assert len([url for url in asked if "python/python.js" in url]) == 1
     assert all(url.startswith((address, "blob:")) for url in asked)
     assert seen.wrong == []
@@ -199,16 +199,16 @@ def test_a_bad_value_gets_one_line_and_the_focus(opened):
     wrong = form.get_by_role("alert")
     for field, value in (("dp", "0"), ("batch", "many"), ("tp", "5")):
         before = form.locator(f'[data-name="{field}"]').input_value()
-        fill(form, **{field: value})
-        assert calculate(form) == []
+        fill_fields(form, **{field: value})
+        assert press_calculate(form) == []
         assert wrong.inner_text().startswith(
             f"{field}={value!r}" if value == "many" else f"{field}={value}: "
         )
         assert "\n" not in wrong.inner_text()
         assert seen.page.evaluate("document.activeElement.dataset.name") == field
         assert seen.page.evaluate("document.activeElement.ariaInvalid") == "true"
-        fill(form, **{field: before})
-    assert len(calculate(form)) >= 7
+        fill_fields(form, **{field: before})
+    assert len(press_calculate(form)) >= 7
     assert wrong.inner_text() == ""
     assert form.locator("[aria-invalid]").count() == 0
     assert seen.wrong == []
@@ -225,8 +225,8 @@ def test_what_takes_too_long_can_be_stopped(opened):
     assert stop.is_hidden()
     assert form.get_by_role("status").inner_text() == "Stopped."
     assert seen.page.evaluate("document.activeElement.textContent") == "Calculate"
-    fill(form, stages="2", microbatches="2")
-    assert len(calculate(form)) == 3
+    fill_fields(form, stages="2", microbatches="2")
+    assert len(press_calculate(form)) == 3
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_it_fits_a_phone_and_nothing_is_against_it(opened, kind, field, scheme):
     page.set_viewport_size({"width": 390, "height": 800})
     page.emulate_media(color_scheme=scheme)
     page.wait_for_function(f"document.documentElement.dataset.theme === '{scheme}'")
-    assert calculate(form)
+    assert press_calculate(form)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert form.evaluate("e => e.scrollWidth <= e.clientWidth")
     page.wait_for_timeout(300)  # scrolling boxes get their place in the tab order meanwhile
@@ -247,8 +247,8 @@ def test_it_fits_a_phone_and_nothing_is_against_it(opened, kind, field, scheme):
     against = """(rules) => axe.run("form.calculator", { runOnly: rules })
       .then((all) => all.violations.map((one) => [one.id, one.nodes.map((n) => n.html)]))"""
     assert page.evaluate(against, RULES) == []
-    fill(form, **{field: "0"})
-    assert calculate(form) == []
+    fill_fields(form, **{field: "0"})
+    assert press_calculate(form) == []
     assert page.evaluate(against, RULES) == []
 
 
@@ -265,7 +265,7 @@ def test_without_a_script_it_says_what_to_type(visit, kind):
 def test_on_paper_there_is_a_command_and_what_was_calculated(opened):
     seen, form = opened("memory")
     fill_all(form, {"model": "llama-3-8b"})
-    calculate(form)
+    press_calculate(form)
     seen.page.emulate_media(media="print")
     assert not form.locator("input").first.is_visible()
     assert form.locator(".calculator-command").is_visible()
@@ -277,7 +277,7 @@ def test_it_says_so_where_python_cannot_be_loaded(visit):
     seen = visit("lessons/memory.html")
     form = seen.page.locator("form.calculator")
     seen.context.route("**/python.js*", lambda route: route.abort())
-    assert calculate(form) == []
+    assert press_calculate(form) == []
     assert "could not be loaded" in form.get_by_role("alert").inner_text()
     seen.context.unroute("**/python.js*")
-    assert len(calculate(form)) >= 7
+    assert len(press_calculate(form)) >= 7

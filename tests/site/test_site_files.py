@@ -16,13 +16,13 @@ def offline(browser, site):
 
 @pytest.mark.parametrize("name", ["index", "lessons/gemm", "book/setup"])
 def test_pages_open_from_a_disk(offline, name):
-    offline.go(f"{name}.html")
+    offline.open_page(f"{name}.html")
     assert offline.page.locator(".bd-sidebar-primary").first.is_visible()
     assert offline.wrong == []
 
 
 def test_calculators_calculate_from_a_disk(offline):
-    offline.go("lessons/pipeline.html")
+    offline.open_page("lessons/pipeline.html")
     form = offline.page.locator("form.calculator")
     form.get_by_role("button", name="Calculate").click()
     form.get_by_role("table").wait_for(timeout=60_000)
@@ -30,7 +30,7 @@ def test_calculators_calculate_from_a_disk(offline):
 
 
 def test_search_finds_from_a_disk(offline):
-    offline.go("search.html?q=reduce-scatter")
+    offline.open_page("search.html?q=reduce-scatter")
     results = offline.page.locator("ol.search li a")
     results.first.wait_for()
     assert results.count() >= 3

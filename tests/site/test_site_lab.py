@@ -30,7 +30,7 @@ ranks.run(wait, 2)"""
 
 
 @contextlib.contextmanager
-def jupyter(folder: Path) -> Iterator[str]:
+def start_jupyter(folder: Path) -> Iterator[str]:
     """Start JupyterLab on `folder`, without the user's settings; yield its address."""
     home = {f"JUPYTER_{kind}_DIR": str(folder / kind) for kind in ("CONFIG", "DATA", "RUNTIME")}
     options = ["--no-browser", "--allow-root", "--expose-app-in-browser", "--port=0"]
@@ -41,7 +41,7 @@ def jupyter(folder: Path) -> Iterator[str]:
     server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
     try:
         # JupyterLab writes the page to open last, after the file with the address.
-        until(lambda: list((folder / "RUNTIME").glob("jpserver-*-open.html")))
+        wait_until(lambda: list((folder / "RUNTIME").glob("jpserver-*-open.html")))
         (file,) = (folder / "RUNTIME").glob("jpserver-*.json")
         yield json.loads(file.read_text())["url"] + "lab"
     finally:
@@ -49,7 +49,7 @@ def jupyter(folder: Path) -> Iterator[str]:
         server.wait(30)
 
 
-def until(true: Callable[[], object]) -> None:
+def wait_until(true: Callable[[], object]) -> None:
     """Wait until `true` returns something true."""
     deadline = time.monotonic() + SLOW
     while True:
@@ -72,7 +72,7 @@ def page(tmp_path: Path, root: Path, browser: Browser) -> Iterator[Page]:
     nbformat.write(book, tmp_path / "gemm.ipynb")
     context = browser.new_context(viewport={"width": 1300, "height": 2000})
     context.set_default_timeout(1000 * SLOW)
-    with jupyter(tmp_path) as address:
+    with start_jupyter(tmp_path) as address:
         tab = context.new_page()
         tab.goto(f"{address}/tree/gemm.ipynb")
         tab.wait_for_selector(".jp-Notebook .jp-CodeCell")
@@ -97,16 +97,16 @@ def test_a_lesson_is_read_answered_interrupted_and_started_again(page: Page, tmp
     for _ in ("a fresh kernel", "one that was started again"):
         do("notebook:run-all-cells")
         met = [tmp_path / "rank0", tmp_path / "rank1"]
-        until(lambda: all(path.exists() for path in met))  # noqa: B023
+        wait_until(lambda: all(path.exists() for path in met))  # noqa: B023
         for path in met:
             path.unlink()
         do("notebook:interrupt-kernel")
-        until(lambda: "KeyboardInterrupt" in page.evaluate(OUTPUTS)[3])  # it comes last
+        wait_until(lambda: "KeyboardInterrupt" in page.evaluate(OUTPUTS)[3])  # it comes last
         _, asked, solved, waited = page.evaluate(OUTPUTS)
         assert asked and solved and asked != solved  # two verdicts of the check
         assert "Interrupted: " in waited and "Traceback" not in waited
         said = page.locator(".jp-RenderedText[data-mime-type$=stderr]").last
-        until(lambda: len(said.inner_text().strip().splitlines()) == 3)  # noqa: B023
+        wait_until(lambda: len(said.inner_text().strip().splitlines()) == 3)  # noqa: B023
         page.evaluate("() => jupyterapp.shell.currentWidget.sessionContext.restartKernel()")
         do("notebook:clear-all-cell-outputs")
 
@@ -115,4 +115,4 @@ def test_a_lesson_is_read_answered_interrupted_and_started_again(page: Page, tmp
             folded.nth(1).click()
         return "2 * 3 / 4" in shown.inner_text()
 
-    until(unfolded)
+    wait_until(unfolded)

@@ -81,13 +81,13 @@ LIMIT = 600_000  # bytes sent for a page, with its fonts and the program for mat
 WEIGHT = "performance.getEntries().reduce((sum, one) => sum + (one.transferSize ?? 0), 0)"
 
 
-def pages() -> list[str]:
+def list_pages() -> list[str]:
     """Return the names of all pages of the table of contents, and of the other pages."""
     toc = yaml.safe_load((show.ROOT / "_toc.yml").read_text("utf-8"))
     return [toc["root"], *(c["file"] for part in toc["parts"] for c in part["chapters"]), *OTHERS]
 
 
-def violations(page: Page, *rules: str) -> list[str]:
+def find_violations(page: Page, *rules: str) -> list[str]:
     """Return axe's violations: of WCAG 2.1 A and AA without COLOURS, or of `rules` alone."""
     options: dict = {"resultTypes": ["violations"], "preload": False}
     if rules:
@@ -105,7 +105,7 @@ def violations(page: Page, *rules: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", pages())
+@pytest.mark.parametrize("name", list_pages())
 def test_page_is_sound(visit, site, name):
     """One visit for all checks: a long page takes seconds to open."""
     assert (site / f"{name}.html").is_file()
@@ -123,18 +123,20 @@ def test_page_is_sound(visit, site, name):
         "pictures without a description": seen["unnamed"],
         "ids that stand twice": seen["twice"],
         "wider than 1280 px": page.evaluate(TOO_WIDE),
-        "WCAG": violations(page),
+        "WCAG": find_violations(page),
     }
     page.set_viewport_size({"width": 360, "height": 740})
     page.wait_for_timeout(400)  # other boxes scroll now
     wrong["wider than 360 px"] = page.evaluate(TOO_WIDE)
-    wrong["phone"] = violations(page, "scrollable-region-focusable", "button-name", "link-name")
+    wrong["phone"] = find_violations(
+        page, "scrollable-region-focusable", "button-name", "link-name"
+    )
     page.set_viewport_size({"width": 1280, "height": 800})
     places = page.evaluate(FEWER_WORDS, GOOD)
-    wrong["light"] = violations(page, *COLOURS)
+    wrong["light"] = find_violations(page, *COLOURS)
     page.emulate_media(color_scheme="dark")
     page.wait_for_function("document.documentElement.dataset.theme === 'dark'")
-    wrong["dark"] = violations(page, *COLOURS)
+    wrong["dark"] = find_violations(page, *COLOURS)
     assert {what: found for what, found in wrong.items() if found} == {}
     GOOD[:] = places
 
@@ -158,6 +160,6 @@ def test_these_tests_would_see_what_is_wrong(visit):
     assert seen["twice"] == ["two"]
     assert "pale and wide" in page.evaluate(TOO_WIDE)[1]
     page.evaluate(FEWER_WORDS, [])
-    assert any("color-contrast" in line for line in violations(page, *COLOURS))
+    assert any("color-contrast" in line for line in find_violations(page, *COLOURS))
     assert any("an error" in line for line in visited.wrong)
     assert any(line.startswith("404") for line in visited.wrong)

@@ -99,7 +99,7 @@ def test_search_leads_to_sections(visit):
     search = visit("search.html")
     missed = {}
     for query in QUERIES:
-        search.go(f"search.html?q={query.replace(' ', '+')}")
+        search.open_page(f"search.html?q={query.replace(' ', '+')}")
         results = search.page.locator("#search-results li a")
         links = results.evaluate_all("(all) => all.map((a) => a.href)")[:3]
         if not all(any(wanted in link for link in links) for wanted in QUERIES[query]):

@@ -12,7 +12,7 @@ import visible
 from bs4 import BeautifulSoup
 from playwright.sync_api import Page
 from pypdf import PdfReader
-from test_site_pages import violations
+from test_site_pages import find_violations
 from visiting import Visit
 
 from shardcourse import build
@@ -84,13 +84,13 @@ def opened(visit):
     return opened
 
 
-def slides(site, topic: str) -> list[str]:
+def split_slides(site, topic: str) -> list[str]:
     """Return the visible HTML of each slide."""
     text = (site / f"slides/{topic}.html").read_text("utf-8")
     return [part.partition("<aside")[0] for part in text.split("<section")[1:]]
 
 
-def words(html: str) -> str:
+def strip_blanks(html: str) -> str:
     """Return the text of HTML without blanks."""
     return "".join(unescape(re.sub(r"<[^>]+>", "", html)).split())
 
@@ -99,18 +99,18 @@ def words(html: str) -> str:
 def test_a_deck_shows_what_the_page_shows_and_nothing_else(site, topic):
     page = (site / f"lessons/{topic}.html").read_text("utf-8")
     assert f'href="../slides/{topic}.html"' in page
-    seen = slides(site, topic)
-    assert 10 <= len(seen) <= deck.MOST  # the shortest lesson, elastic, has 11
-    there = words(page)
+    seen = split_slides(site, topic)
+    assert 10 <= len(seen) <= deck.MAX_SLIDES  # the shortest lesson, elastic, has 11
+    there = strip_blanks(page)
     for slide in seen:
         for cell in re.findall(r"<t[hd]\b[^>]*>(.*?)</t[hd]>", slide):
-            assert words(cell) in there
+            assert strip_blanks(cell) in there
         for code in re.findall(r"<pre[^>]*>(.*?)</pre>", slide, re.DOTALL):
-            assert words(code) in there
+            assert strip_blanks(code) in there
         for label in re.findall(r'<svg\b[^>]*aria-label="([^"]*)"', slide):
             assert label in page
         said = re.findall(r'<p class="(?:lead|claim)[^>]*>(.*?)</p>', slide, re.DOTALL)
-        numbers = [n for one in said for n in re.findall(r"\d[\d.,]*", words(one))]
+        numbers = [n for one in said for n in re.findall(r"\d[\d.,]*", strip_blanks(one))]
         assert [n for n in numbers if n not in there] == []
 
 
@@ -119,7 +119,9 @@ def test_a_deck_s_minutes_are_the_lesson_s(site, topic, request):
     if topic not in DAILY and not request.config.getoption("--whole"):
         pytest.skip("three decks a day, all of them with --whole")
     page = BeautifulSoup((site / f"lessons/{topic}.html").read_text("utf-8"), "html.parser")
-    read = [section for section in deck.parts(page.article) if section.title != "Exercises"]
+    read = [
+        section for section in deck.split_sections(page.article) if section.title != "Exercises"
+    ]
     whole = sum(section.seconds for section in read) / 60
     wanted = visible.estimate_minutes((show.ROOT / f"lessons/{topic}.md").read_text("utf-8"))
     assert whole == pytest.approx(wanted, rel=0.2)
@@ -141,9 +143,9 @@ def test_a_deck_meets_wcag(opened, topic, scheme, request):
         pytest.skip("one deck a day, all of them with --whole")
     page: Page = opened(topic, scheme=scheme).page
     assert page.evaluate("document.documentElement.dataset.theme") == scheme
-    assert violations(page) == []
+    assert find_violations(page) == []
     page.evaluate(SPREAD)
-    assert violations(page, "color-contrast") == []
+    assert find_violations(page, "color-contrast") == []
 
 
 def test_notes_open_as_files_without_a_network(browser, site):

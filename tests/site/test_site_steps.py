@@ -15,7 +15,7 @@ COUNTS = {  # page -> number of steps of each picture, in order
 SHOWN = "e => [...e.querySelectorAll('li')].map(x => getComputedStyle(x).visibility == 'visible')"
 
 
-def shown(box) -> list[int]:
+def list_visible_steps(box) -> list[int]:
     """Return the numbers of the visible steps, from 1."""
     return [i for i, seen in enumerate(box.evaluate(SHOWN), 1) if seen]
 
@@ -24,7 +24,7 @@ def test_buttons_lead_through_the_steps(visit):
     seen = visit("lessons/pipeline.html", width=360)
     for box, count in zip(seen.page.locator(".steps").all(), COUNTS["pipeline"], strict=True):
         back, forth = (box.get_by_role("button", name=name) for name in ("Previous", "Next"))
-        assert shown(box) == [1]
+        assert list_visible_steps(box) == [1]
         assert box.get_by_text(f"1 of {count}").is_visible()
         ends = [button.get_attribute("aria-disabled") for button in (back, forth)]
         assert ends == ["true", "false"]
@@ -32,7 +32,7 @@ def test_buttons_lead_through_the_steps(visit):
         high = box.bounding_box()["height"]
         for step in range(2, count + 1):
             forth.click()
-            assert shown(box) == [step]
+            assert list_visible_steps(box) == [step]
             assert box.get_by_text(f"{step} of {count}").is_visible()
             assert box.locator("li").nth(step - 1).locator("svg").is_visible()
             # Neither the buttons nor the page below move.
@@ -40,9 +40,9 @@ def test_buttons_lead_through_the_steps(visit):
             assert box.bounding_box()["height"] == high
         assert forth.get_attribute("aria-disabled") == "true"
         forth.click(force=True)  # Playwright considers it disabled, a reader may click
-        assert shown(box) == [count]
+        assert list_visible_steps(box) == [count]
         back.click()
-        assert shown(box) == [count - 1]
+        assert list_visible_steps(box) == [count - 1]
         assert box.evaluate("e => e.scrollWidth <= e.clientWidth")
     assert seen.wrong == []
 
@@ -68,7 +68,7 @@ def test_keys_lead_through_the_steps(visit):
         ("Control+ArrowRight", 1),
     ):
         page.keyboard.press(key)
-        assert shown(box) == [step], key
+        assert list_visible_steps(box) == [step], key
     # The focus stays on the button, even while the button does nothing.
     assert page.evaluate("document.activeElement.textContent") == "Next"
 
@@ -99,7 +99,7 @@ def test_on_paper_all_steps_can_be_read(visit):
     page = visit("lessons/collectives.html").page
     page.emulate_media(media="print")
     box = page.locator(".steps")
-    assert shown(box) == list(range(1, COUNTS["collectives"][0] + 1))
+    assert list_visible_steps(box) == list(range(1, COUNTS["collectives"][0] + 1))
     tops = [item.bounding_box()["y"] for item in box.locator("li").all()]
     assert tops == sorted(tops) and len(set(tops)) == len(tops)
     assert not box.get_by_role("button").first.is_visible()

@@ -35,7 +35,7 @@ FOCUSED = """() => {
 }"""
 
 
-def tour(page: Page, most: int = 600) -> list[dict]:
+def open_tour(page: Page, most: int = 600) -> list[dict]:
     """Press Tab until the keyboard leaves the page; return the focused elements, in order."""
     stops: list[dict] = []
     for _ in range(most):
@@ -54,7 +54,7 @@ def test_tab_reaches_everything_and_shows_where_it_is(visit, path, width):
     while before != count:  # scrolling boxes join the tab order after the page has loaded
         visited.page.wait_for_timeout(1000)
         before, count = count, visited.page.evaluate(REACHABLE)
-    stops = tour(visited.page)
+    stops = open_tour(visited.page)
     assert count > 10
     missed = set(range(count)) - {stop["number"] for stop in stops}
     assert [
@@ -115,7 +115,7 @@ def test_search_finds_and_leads_there(visit):
     result.click()
     page.wait_for_load_state()
     assert "all" in page.inner_text("main").lower()
-    visited.go("search.html?q=xylophone")
+    visited.open_page("search.html?q=xylophone")
     page.get_by_text("Nothing has “xylophone” in it").wait_for()
     assert visited.wrong == []
 
@@ -137,7 +137,7 @@ def test_colours_follow_the_system_and_the_button(visit):
         shown = page.evaluate(ground)
         assert shown == (dark if mode == "dark" else light), mode
         seen.add(mode)
-        visited.go("book/setup.html")  # the choice is kept
+        visited.open_page("book/setup.html")  # the choice is kept
         assert page.evaluate("document.documentElement.dataset.mode") == mode
         assert page.evaluate(ground) == shown
     assert seen == {"light", "dark", "auto"}
@@ -187,5 +187,5 @@ def test_root_is_the_landing_page(visit, site):
 def test_page_is_dark_before_any_script_loads(visit):
     visited = visit(scheme="dark")
     visited.page.route("**/*.js*", lambda route: route.abort())
-    visited.go(LESSON)
+    visited.open_page(LESSON)
     assert visited.page.locator("html").get_attribute("data-theme") == "dark"

@@ -29,13 +29,13 @@ class Visit:
         size = {"width": width, "height": height}
         self.context = browser.new_context(viewport=size, color_scheme=scheme, **options)
         self.context.set_default_timeout(20_000)
-        self.context.on("request", self._request)
-        self.context.on("response", self._response)
+        self.context.on("request", self._on_request)
+        self.context.on("response", self._on_response)
         self.page = self.context.new_page()
-        self.page.on("console", self._console)
+        self.page.on("console", self._on_console)
         self.page.on("pageerror", lambda error: self.wrong.append(f"script: {error}"))
 
-    def go(self, path: str) -> Visit:
+    def open_page(self, path: str) -> Visit:
         """Open a page of the site (or any address) and wait until its layout is complete."""
         self.page.goto(path if "://" in path else self.address + path, wait_until="load")
         self.page.evaluate(
@@ -48,14 +48,14 @@ class Visit:
         """Close the tab and delete its profile."""
         self.context.close()
 
-    def _console(self, message: ConsoleMessage) -> None:
+    def _on_console(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
             self.wrong.append(f"console {message.type}: {message.text}")
 
-    def _request(self, request: Request) -> None:
+    def _on_request(self, request: Request) -> None:
         if not request.url.startswith((self.address, "data:", "blob:", "about:")):
             self.wrong.append(f"asks another host: {request.url}")
 
-    def _response(self, response: Response) -> None:
+    def _on_response(self, response: Response) -> None:
         if response.status >= 400:
             self.wrong.append(f"{response.status}: {response.url}")

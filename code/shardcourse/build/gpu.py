@@ -176,7 +176,9 @@ def _main(chosen: argparse.Namespace) -> int:
 def _collect_gpu_facts(root: Path) -> dict[str, Any]:
     """Return the facts that a recording stores of this machine; ValueError without a CUDA GPU."""
     ask = "import torch; torch.ones(1, device='cuda').item(); "
-    ask += "from shardcourse.build import facts; import json; print(json.dumps(facts.collect_facts()))"
+    ask += (
+        "from shardcourse.build import facts; import json; print(json.dumps(facts.collect_facts()))"
+    )
     command = [sys.executable, "-c", ask]
     done = subprocess.run(command, env=build_environment(root), capture_output=True, text=True)
     if done.returncode:

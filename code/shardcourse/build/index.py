@@ -74,7 +74,7 @@ class Index:
         }
 
     @cached_property
-    def ways(self) -> dict[str, paths.LearningPath]:
+    def learning_paths(self) -> dict[str, paths.LearningPath]:
         """Paths through the course, by name."""
         titles = {name: topic.title for name, topic in self.topics.items()}
         return paths.read_paths(self.root, titles, self.pages)
@@ -149,10 +149,12 @@ def generate_files(root: Path) -> dict[Path, str]:
             for name, topic in index.topics.items()
         ],
     }
-    if index.ways:
+    if index.learning_paths:
         project = (root / "book/project.md").is_file()
-        blocks[str(paths.OVERVIEW_FILE), "paths"] = paths.format_overview(index.ways, index.pages)
-        for way in index.ways.values():
+        blocks[str(paths.OVERVIEW_FILE), "paths"] = paths.format_overview(
+            index.learning_paths, index.pages
+        )
+        for way in index.learning_paths.values():
             blocks[f"{way.docname}.md", "path"] = paths.format_table(way, project)
     if (root / CLAIMS_FILE).is_file():
         blocks[str(CLAIMS_FILE), "checked"] = _list_checked_claims(index)

@@ -33,9 +33,9 @@ class Segment:
     title: str
     sections: Sequence[tuple[str, str]]  # (anchor, title) each; empty: the whole page
     exercises: Sequence[int]
-    read: int  # minutes
-    solve: int
-    begins: str = ""  # title of the section to start with; "" for the top of the page
+    read_minutes: int  # minutes
+    exercise_minutes: int
+    first_section: str = ""  # title of the section to start with; "" for the top of the page
 
     @property
     def docname(self) -> str:
@@ -49,18 +49,18 @@ class Session:
 
     name: str
     minutes: int  # promised by the path's title
-    pieces: Sequence[Segment]
+    segments: Sequence[Segment]
     project: str = ""  # the part of book/project.md that belongs to it
 
     @property
-    def read(self) -> int:
+    def read_minutes(self) -> int:
         """Minutes to read."""
-        return sum(piece.read for piece in self.pieces)
+        return sum(piece.read_minutes for piece in self.segments)
 
     @property
-    def solve(self) -> int:
+    def exercise_minutes(self) -> int:
         """Minutes for the exercises."""
-        return sum(piece.solve for piece in self.pieces)
+        return sum(piece.exercise_minutes for piece in self.segments)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class LearningPath:
     title: str
     whom: str  # completes "it is for …"
     able: str  # completes "after it you can …"
-    sittings: Sequence[Session]
+    sessions: Sequence[Session]
     reading: bool = False  # whether the promised minutes are for reading alone
 
     @property
@@ -80,19 +80,19 @@ class LearningPath:
         return f"book/path_{self.path}"
 
     @property
-    def pieces(self) -> list[tuple[Session, Segment]]:
+    def segments(self) -> list[tuple[Session, Segment]]:
         """All pieces in order, each with its session."""
-        return [(sitting, piece) for sitting in self.sittings for piece in sitting.pieces]
+        return [(sitting, piece) for sitting in self.sessions for piece in sitting.segments]
 
     @property
-    def read(self) -> int:
+    def read_minutes(self) -> int:
         """Minutes to read."""
-        return sum(sitting.read for sitting in self.sittings)
+        return sum(sitting.read_minutes for sitting in self.sessions)
 
     @property
-    def solve(self) -> int:
+    def exercise_minutes(self) -> int:
         """Minutes for the exercises."""
-        return sum(sitting.solve for sitting in self.sittings)
+        return sum(sitting.exercise_minutes for sitting in self.sessions)
 
 
 @dataclass(frozen=True)
@@ -115,31 +115,33 @@ class Page:
         return found[1] if found else ""
 
     @property
-    def read(self) -> int:
+    def read_minutes(self) -> int:
         """Minutes to read the whole page without its exercises."""
         return round(sum(section.minutes for section in self.sections))
 
     @property
-    def stated(self) -> int:
+    def rounded_minutes(self) -> int:
         """Minutes to read the page, rounded as the site shows them."""
-        return round_to_five(self.read)
+        return round_to_five(self.read_minutes)
 
     @cached_property
-    def waiting(self) -> list[pace.Section]:
+    def skippable_sections(self) -> list[pace.Section]:
         """Sections that a first reading can skip, with their subsections."""
-        return [section for name in self.later for section in self.of(name)]
+        return [section for name in self.later for section in self.find_section_tree(name)]
 
     @property
-    def first(self) -> float:
+    def first_reading_minutes(self) -> float:
         """Minutes of a first reading, without the sections that it can skip."""
-        return sum(section.minutes for section in self.sections if section not in self.waiting)
+        return sum(
+            section.minutes for section in self.sections if section not in self.skippable_sections
+        )
 
-    def onward(self, name: str) -> pace.Section | None:
+    def find_next_section(self, name: str) -> pace.Section | None:
         """Return the first section after the section `name` that a first reading does not skip."""
-        after = self.sections[self.sections.index(self.of(name)[0]) :]
-        return next((section for section in after if section not in self.waiting), None)
+        after = self.sections[self.sections.index(self.find_section_tree(name)[0]) :]
+        return next((section for section in after if section not in self.skippable_sections), None)
 
-    def of(self, name: str) -> list[pace.Section]:
+    def find_section_tree(self, name: str) -> list[pace.Section]:
         """Return the section `name` and its subsections. Raises ValueError for an unknown one."""
         here = [i for i, section in enumerate(self.sections) if i and section.name == name]
         if not here:
@@ -148,7 +150,7 @@ class Page:
         ends = [i for i, section in enumerate(rest) if section.level <= first.level]
         return [first, *rest[: ends[0] if ends else len(rest)]]
 
-    def solve(self, numbers: Sequence[int]) -> int:
+    def exercise_minutes(self, numbers: Sequence[int]) -> int:
         """Return the minutes for these exercises: their share of the time for all exercises."""
         weights = pace.get_exercise_weights(self.text)
         return round(self.minutes * sum(weights[n - 1] for n in numbers) / sum(weights or [1]))
@@ -207,7 +209,7 @@ def _parse_segment(
     it = pages[name] = pages.get(name) or load_page(name, root)
     there, taken = it.sections if wanted is None else [], []
     for address in wanted or []:
-        sections = it.of(address)
+        sections = it.find_section_tree(address)
         there = [*there, *sections]
         taken.append((address, sections[0].title))
     begins = taken[0][1] if taken and name in begun else ""
@@ -218,7 +220,7 @@ def _parse_segment(
     if any(not 1 <= number <= count for number in numbers):
         raise ValueError(f"page {name!r}: exercises {numbers}: it has {count}")
     spent = round(sum(section.minutes for section in there))
-    solve = it.solve(numbers)
+    solve = it.exercise_minutes(numbers)
     return Segment(name, titles.get(name, it.title), taken, numbers, spent, solve, begins)
 
 
@@ -231,31 +233,41 @@ def format_minutes(minutes: int) -> str:
 def format_table(way: LearningPath, project: bool) -> list[str]:
     """Return a path's table; `project`: whether there is a page book/project.md."""
     lines = ["| when | read | minutes | exercises | minutes |", "|---|---|--:|---|--:|"]
-    if not any(sitting.name for sitting in way.sittings):
+    if not any(sitting.name for sitting in way.sessions):
         lines = ["| read | minutes | exercises | minutes |", "|---|--:|---|--:|"]
     named = lines[0].startswith("| when")
 
     def row(when: str, *cells: object) -> str:
         return "| " + " | ".join([when] * named + [str(cell) for cell in cells]) + " |"
 
-    for sitting in way.sittings:
+    for sitting in way.sessions:
         when = f"**{sitting.name}**"
-        for piece in sitting.pieces:
+        for piece in sitting.segments:
             numbers = ", ".join(map(str, piece.exercises))
             what = (
                 f"{_format_links(piece)}"
-                if piece.read
+                if piece.read_minutes
                 else f"[{piece.title}](../{piece.docname}.md)"
             )
-            lines.append(row(when, what, piece.read or "", numbers, piece.solve or ""))
+            lines.append(
+                row(when, what, piece.read_minutes or "", numbers, piece.exercise_minutes or "")
+            )
             when = ""
         if sitting.project and project:
             work = f"[the project](project.md): `{sitting.project}.py`"
             lines.append(row("", work, "", "", ""))
         if named:
-            whole = f"*together {format_minutes(sitting.read + sitting.solve)}*"
-            lines.append(row("", whole, f"*{sitting.read}*", "", f"*{sitting.solve or ''}*"))
-    read, solve = way.read, way.solve
+            whole = f"*together {format_minutes(sitting.read_minutes + sitting.exercise_minutes)}*"
+            lines.append(
+                row(
+                    "",
+                    whole,
+                    f"*{sitting.read_minutes}*",
+                    "",
+                    f"*{sitting.exercise_minutes or ''}*",
+                )
+            )
+    read, solve = way.read_minutes, way.exercise_minutes
     lines.append(
         row("**all**", f"**{format_minutes(read + solve)}**", f"**{read}**", "", f"**{solve}**")
     )
@@ -277,9 +289,15 @@ def format_overview(ways: dict[str, LearningPath], lessons: dict[str, Page]) -> 
     ]
     for way in ways.values():
         title = f"[{way.title}](path_{way.path}.md)"
-        cells = [title, way.whom, format_minutes(way.read), format_minutes(way.solve), way.able]
+        cells = [
+            title,
+            way.whom,
+            format_minutes(way.read_minutes),
+            format_minutes(way.exercise_minutes),
+            way.able,
+        ]
         lines.append(f"| {' | '.join(cells)} |")
-    read = format_minutes(sum(page.read for page in lessons.values()))
+    read = format_minutes(sum(page.read_minutes for page in lessons.values()))
     solve = format_minutes(sum(page.minutes for page in lessons.values()))
     lines.append(
         f"| all {len(lessons)} lessons | who has a term and more | {read} | {solve} | all of this |"
@@ -294,7 +312,7 @@ def list_next_segments(
     and the next piece (None at the path's end).
     """
     for way in ways.values():
-        steps = way.pieces
+        steps = way.segments
         for (sitting, piece), after in zip(steps, [*steps[1:], None], strict=True):
             if piece.docname == docname and (not after or after[1].docname != docname):
                 yield way, sitting, after[1] if after else None

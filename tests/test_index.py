@@ -34,7 +34,7 @@ def good() -> dict:
     [
         (0, {"needs": ["second"]}, "'first': needs or after second"),
         (1, {"requires": []}, "'All'.*'requires'"),
-        (1, {"topic": "other"}, "other, second: allowed is one topic for a lesson"),
+        (1, {"topic": "other"}, "other, second: each lesson must have exactly one"),
     ],
 )
 def test_a_bad_entry_is_named(small: Path, place: int, change: dict, says: str) -> None:
@@ -53,7 +53,7 @@ def test_what_is_out_of_step_is_named(root: Path, small: Path, monkeypatch, caps
     (small / "_toc.yml").write_text("")
     (small / "README.md").write_text("before\n" + mark.format("lessons") + "after\n")
     (small / "book/index.md").write_text(mark.format("map"))
-    with pytest.raises(ValueError, match="index.md: wanted is <!-- topics: table --> … <!-- e"):
+    with pytest.raises(ValueError, match="index.md: add the lines <!-- topics: table --> … <!-- e"):
         index.generate_files(small)
     (small / "book/index.md").write_text(mark.format("map") + mark.format("table"))
 

@@ -157,7 +157,7 @@ def test_a_notebook_that_is_sent_away_holds_its_pictures_and_leads_nowhere(cours
 
 def test_a_directive_without_a_plain_form_is_named(course):
     (course / "lessons/one.md").write_text(HEADER + "# T\n\n```{mermaid}\nx\n```\n")
-    with pytest.raises(ValueError, match="{mermaid} has no plain form"):
+    with pytest.raises(ValueError, match="{mermaid}: no plain form"):
         export_notebook("one", course)
 
 

@@ -73,9 +73,9 @@ def test_what_the_sentences_of_the_zig_zag_say() -> None:
 
 
 WRONG = {
-    "allowed is one ordered list, and here is paragraph": "Words.\n",
-    "one step is a picture; allowed are two or more": ITEM.format(1),
-    "step 2 does not begin with ![what it shows](…)": ITEM.format(1) + "2. Words.\n",
+    "must contain one ordered list alone, not paragraph": "Words.\n",
+    "must have at least two steps": ITEM.format(1),
+    "step 2 must begin with ![description](…)": ITEM.format(1) + "2. Words.\n",
     "step 2 has a picture and no sentence": ITEM.format(1) + "2. ![a](../figures/boxes.svg)\n",
 }
 

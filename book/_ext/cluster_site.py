@@ -38,38 +38,38 @@ def read_cluster_file(app: Sphinx, config: Config) -> None:
 
 def adapt_page(app: Sphinx, doctree: nodes.document) -> None:
     """Adapt the batch files and the commands of a page to the centre."""
-    at, changed = app.cluster, False
-    if at is None:
+    cluster, changed = app.cluster, False
+    if cluster is None:
         return
     for block in doctree.findall(nodes.literal_block):
-        text = adapt_code(at, block.astext(), block.get("language", ""))
+        text = adapt_code(cluster, block.astext(), block.get("language", ""))
         if text != block.astext():
             block.replace_self(nodes.literal_block(text, text, **block.attributes))
             changed = True
     for raw in doctree.findall(nodes.raw):
         if found := _SAVED.search(raw.astext()):
             text = base64.b64decode(found[1]).decode()
-            page = render_batch_file(at.adapt_batch_file(text, use_launcher=False), found[2], at.name)
+            page = render_batch_file(cluster.adapt_batch_file(text, use_launcher=False), found[2], cluster.name)
             raw.replace_self(nodes.raw(page, page, **raw.attributes))
             changed = True
     if changed:
         app.env.note_dependency(str(Path(app.srcdir, app.config.cluster_file)))
 
 
-def adapt_code(at: site.Site, text: str, language: str) -> str:
+def adapt_code(cluster: site.Site, text: str, language: str) -> str:
     """Return a code block of a page, adapted to the centre."""
     if "#SBATCH" in text:
-        return at.adapt_batch_file(text, use_launcher=False)
+        return cluster.adapt_batch_file(text, use_launcher=False)
     if language not in _SHELL:
         return text
-    return "\n".join(at.adapt_command(line) for line in text.split("\n"))
+    return "\n".join(cluster.adapt_command(line) for line in text.split("\n"))
 
 
-def render_batch_file(text: str, name: str, of: str) -> str:
-    """Return a batch file as HTML with a download link, labelled with the centre `of`."""
+def render_batch_file(text: str, name: str, centre: str) -> str:
+    """Return a batch file as HTML with a download link, labelled with the name of the centre."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, name)
         path.write_text(text, "utf-8")
         with contextlib.redirect_stdout(io.StringIO()):  # discards the line that scripts print
             page = show.file(path, "bash").html
-    return page.replace(f">{name}</p>", f">{name}, for {of}</p>", 1) if of else page
+    return page.replace(f">{name}</p>", f">{name}, for {centre}</p>", 1) if centre else page

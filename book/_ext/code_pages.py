@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,6 @@ def redirect_prose(app: Sphinx, doctree: nodes.document, docname: str) -> None:
     for link in list(doctree.findall(addnodes.download_reference)):
         source = os.path.normpath(Path(docname).parent / link["reftarget"]).replace(os.sep, "/")
         if re.fullmatch(_FILE, source) and Path(app.srcdir, source).is_file():
-            uri = get_source_url(
-                source, "", lambda name: app.builder.get_relative_uri(docname, name)
-            )
+            pathto = partial(app.builder.get_relative_uri, docname)
+            uri = get_source_url(source, "", pathto)
             link.replace_self(nodes.reference("", "", *link.children, refuri=uri))

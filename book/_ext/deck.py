@@ -7,7 +7,7 @@ no number is written twice.
 Selection: each section gets a slide of the first kind that it has and that an audience can read:
 a picture (in steps or whole), a table printed by a cell, a checked claim, code of the page; a
 section without any of them, its first short paragraph. Then the sections with the longest reading
-times get a second and a third slide, until a deck has MOST slides. A cell with the tag `slide` is
+times get a second and a third slide, until a deck has MAX_SLIDES. A cell with the tag `slide` is
 always selected, one with `skip-slide` never. Code and a table's labels appear first, and the
 cell's result in the next step, so that the lecturer can ask for it.
 """
@@ -26,11 +26,8 @@ from bs4 import BeautifulSoup, Tag
 from shardcourse.build import pace
 
 MIN_SLIDES, MAX_SLIDES = 12, 25  # number of slides in a deck
-MAX_SLIDES_PER_SECTION = 3  # slides of a section
-MIN_FONT_PIXELS, MIN_DRAWN_PIXELS = (
-    20,
-    15,
-)  # pixels of the smallest text, on a slide and in a picture
+MAX_SLIDES_PER_SECTION = 3
+MIN_FONT_PIXELS, MIN_DRAWN_PIXELS = 20, 15  # of the smallest text, on a slide and in a picture
 SLIDE_WIDTH, SLIDE_HEIGHT = 1180, 720  # pixels: width inside the margins, and height of a slide
 MAX_PARAGRAPH_CHARS = 400  # characters of a paragraph that fits on a slide
 _MONO_WIDTH, _PROSE_WIDTH = 0.603, 0.6  # width of a character in units of the font size
@@ -81,7 +78,7 @@ class Section:
 
 
 def get_inner_html(tag: Tag) -> str:
-    """Return the HTML inside an element."""
+    """Return an element's content."""
     return tag.decode_contents().strip()
 
 
@@ -156,9 +153,8 @@ def _iter_blocks(one: Tag, sub: str) -> Iterator[Block]:
     elif classes & {"exercise", "solution"}:
         return
     elif "cell" in classes:
-        yield from _iter_cell_blocks(
-            one, sub, frozenset(c[4:] for c in classes if c.startswith("tag_"))
-        )
+        tags = frozenset(name[4:] for name in classes if name.startswith("tag_"))
+        yield from _iter_cell_blocks(one, sub, tags)
     elif "steps" in classes:
         yield Block("steps", one, sub, count_words(one))
     elif "admonition" in classes:
@@ -168,9 +164,8 @@ def _iter_blocks(one: Tag, sub: str) -> Iterator[Block]:
     elif one.select_one(".inline-svg"):
         yield Block("figure", one, sub, count_words(one))
     elif one.name == "table" or one.find("table"):
-        yield Block(
-            "listed", one if one.name == "table" else one.find("table"), sub, count_words(one)
-        )
+        table = one if one.name == "table" else one.find("table")
+        yield Block("listed", table, sub, count_words(one))
     elif any(name.startswith("highlight-") for name in classes):
         yield Block("code", one.find("pre"), sub)
     elif one.name in ("p", "div", "blockquote", "dl", "ul", "ol"):
@@ -355,14 +350,8 @@ def render_code(block: Block, high: float) -> str:
 
 def render_claim(block: Block, high: float) -> str:
     """Return a claim as a question, true or false; the answer appears in the next step."""
-    answer = next(
-        (
-            get_inner_html(p)
-            for p in block.tag.select("p")
-            if len(p.get_text()) <= MAX_PARAGRAPH_CHARS
-        ),
-        "",
-    )
+    short = (p for p in block.tag.select("p") if len(p.get_text()) <= MAX_PARAGRAPH_CHARS)
+    answer = next(map(get_inner_html, short), "")
     claim = block.title.removeprefix("Checked:").strip()
     later = f'<p class="claim fragment" data-fragment-index="0">{answer}</p>'
     return f'<p class="quote">{claim}</p><p class="ask">True, or false?</p>{later}' * bool(answer)
@@ -373,19 +362,17 @@ def render_figure(block: Block, high: float) -> str:
     return render_picture(block.tag, SLIDE_WIDTH, high)
 
 
-_CODE_QUESTION = (
-    "what does it compute, and what will it print? Let somebody explain it line by line."
-)
+_ASK_CODE = "what does it compute, and what will it print? Let somebody explain it line by line."
 _LAST_RANK = 5  # rank of code of the package, which is read at home
-BLOCK_RENDERERS = {  # kind of a block -> its rank as a slide (0 is best), its renderer, the question to ask
+RENDERERS = {  # kind of a block -> its rank as a slide (0 is best), renderer, question to ask
     "steps": (0, render_steps, "before each step, what comes next?"),
     "figure": (1, render_figure, "what does the picture show? Give the hall a moment to read it."),
     "table": (2, render_table, "what will stand there? Take a guess from the hall for one row."),
     "listed": (2, render_table, ""),
     "checked": (3, render_claim, "who says true, who says false? Let hands be counted."),
-    "code": (4, render_code, _CODE_QUESTION),
-    "listing": (4, render_code, _CODE_QUESTION),
-    "source": (_LAST_RANK, render_code, _CODE_QUESTION),
+    "code": (4, render_code, _ASK_CODE),
+    "listing": (4, render_code, _ASK_CODE),
+    "source": (_LAST_RANK, render_code, _ASK_CODE),
 }
 
 
@@ -397,30 +384,27 @@ def make_candidates(section: Section) -> list[Slide]:
     found = []
     for place, block in enumerate(section.blocks):
         short = block.kind == "code" and count_code_lines(block.tag) < 3 and not block.out
-        if short or "skip-slide" in block.tags or block.kind not in BLOCK_RENDERERS:
+        if short or "skip-slide" in block.tags or block.kind not in RENDERERS:
             continue
-        rank, show, ask = BLOCK_RENDERERS[block.kind]
+        rank, render, ask = RENDERERS[block.kind]
         title, kicker = (block.sub, section.title) if block.sub else (section.title, "")
         before = section.blocks[place - 1]
-        asked = before.tag.get_text().strip() if place and before.kind == "prose" else ""
-        asked = (
-            get_inner_html(before.tag)
-            if asked.endswith("?") and len(asked) < MAX_PARAGRAPH_CHARS / 2
-            else ""
-        )
-        high = SLIDE_HEIGHT - 117 - 31 * bool(kicker) - 50 * bool(asked)
-        high -= sum(36 * (len(strip_tags(one)) // 58) for one in (title, asked))
-        body = show(block, high)
+        prose = before.tag.get_text().strip() if place and before.kind == "prose" else ""
+        is_question = prose.endswith("?") and len(prose) < MAX_PARAGRAPH_CHARS / 2
+        question = get_inner_html(before.tag) if is_question else ""
+        high = SLIDE_HEIGHT - 117 - 31 * bool(kicker) - 50 * bool(question)
+        high -= sum(36 * (len(strip_tags(one)) // 58) for one in (title, question))
+        body = render(block, high)
         if not body:
             continue
-        if asked:
-            body = f'<p class="lead">{asked}</p>{body}'
-        slide = Slide(title, body, block.kind, kicker, section.anchor, asked or ask)
+        if question:
+            body = f'<p class="lead">{question}</p>{body}'
+        slide = Slide(title, body, block.kind, kicker, section.anchor, question or ask)
         slide.rank = -1 if "slide" in block.tags else rank
         slide.place = place
         found.append(slide)
-    prose = [b.tag for b in section.blocks if b.kind == "prose" and b.tag.name == "p"]
-    for tag in prose if not found else ():
+    paragraphs = [b.tag for b in section.blocks if b.kind == "prose" and b.tag.name == "p"]
+    for tag in paragraphs if not found else ():
         if 60 < len(tag.get_text()) <= MAX_PARAGRAPH_CHARS:
             return [Slide(section.title, f"<p>{get_inner_html(tag)}</p>", anchor=section.anchor)]
     return found
@@ -460,12 +444,10 @@ def add_notes(section: Section, slides: list[Slide]) -> None:
 # --- A deck ---------------------------------------------------------------------------------------
 
 
-def make_list_slide(
-    title: str, items: list[str], kind: str, anchor: str = "", seconds: int = 0
-) -> Slide:
-    """Return a slide with a list."""
+def list_slide(title: str, items: list[str], kind: str, anchor: str = "", time: int = 0) -> Slide:
+    """Return a slide with a list; `time`: seconds."""
     body = f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
-    return Slide(title, body, kind, anchor=anchor, seconds=seconds)
+    return Slide(title, body, kind, anchor=anchor, seconds=time)
 
 
 def format_mistakes(title: str, known: list[str]) -> str:
@@ -481,24 +463,18 @@ def make_slides(body: Tag, known: Callable[[str], list[str]]) -> list[Slide]:
     first = Slide(opening.title, '<p class="course">One Model, Many GPUs</p>', "title")
     slides, tail = [first], []
     if opening.items:
-        slides.append(make_list_slide("After this lesson you can", opening.items, "goals"))
+        slides.append(list_slide("After this lesson you can", opening.items, "goals"))
     slides[-1].notes += [format_notes(block) for block in opening.blocks if block.kind != "list"]
     slides[-1].seconds += opening.seconds
     for section in sections:
         if section.exercises:
             titles = [title for title, _ in section.exercises]
-            tail.append(make_list_slide("Exercises", titles, "exercises", section.anchor, 60))
-            tail[-1].notes += [
-                format_mistakes(title, known(name)) for title, name in section.exercises
-            ]
+            tail.append(list_slide("Exercises", titles, "exercises", section.anchor, 60))
+            tail[-1].notes += [format_mistakes(t, known(name)) for t, name in section.exercises]
         if section.title == "Summary":
             half = math.ceil(len(section.items) / 2) if len(section.items) > 4 else 4
-            for some in (section.items[:half], section.items[half:]):
-                tail += (
-                    [make_list_slide("Summary", some, "summary", section.anchor, 45)]
-                    if some
-                    else []
-                )
+            for items in filter(None, (section.items[:half], section.items[half:])):
+                tail.append(list_slide("Summary", items, "summary", section.anchor, 45))
     sections = [section for section in sections if section.title not in _SKIPPED_SECTIONS]
     found = select_slides(sections, MAX_SLIDES - len(slides) - len(tail))
     for section, mine in zip(sections, found, strict=True):
@@ -507,10 +483,8 @@ def make_slides(body: Tag, known: Callable[[str], list[str]]) -> list[Slide]:
             slides += mine
             continue
         slides[-1].seconds += sum(b.seconds for b in section.blocks if b.kind != "source")
-        slides[-1].notes += [
-            f"<p><strong>{section.title}</strong></p>",
-            *map(format_notes, section.blocks),
-        ]
+        notes = map(format_notes, section.blocks)
+        slides[-1].notes += [f"<p><strong>{section.title}</strong></p>", *notes]
     minutes = sum(slide.seconds for slide in slides) / 60
     first.notes.insert(0, (
         f"<p>{len(slides) + len(tail)} slides; what their notes say takes about {minutes:.0f} "

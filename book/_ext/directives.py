@@ -64,25 +64,20 @@ class StepsDirective(SphinxDirective):
         self.state.nested_parse(self.content, self.content_offset, box)
         if len(box.children) != 1 or not isinstance(box[0], nodes.enumerated_list):
             found = ", ".join(child.tagname for child in box.children) or "nothing"
-            raise self.error(f"step-through: allowed is one ordered list, and here is {found}")
+            raise self.error(f"step-through: must contain one ordered list alone, not {found}")
         if len(box[0].children) < 2:
-            raise self.error("step-through: one step is a picture; allowed are two or more")
+            raise self.error("step-through: must have at least two steps")
         for number, item in enumerate(box[0].children, 1):
             first = item[0] if item.children else None
             picture = first[0] if isinstance(first, nodes.paragraph) and first.children else None
             if not isinstance(picture, nodes.image) or not picture.get("alt", "").strip():
-                raise self.error(
-                    f"step-through: step {number} does not begin with ![what it shows](…)"
-                )
+                raise self.error(f"step-through: step {number} must begin with ![description](…)")
             if not any(text.strip() for text in item.findall(nodes.Text)):  # without alt texts
                 raise self.error(f"step-through: step {number} has a picture and no sentence")
         title = escape(self.arguments[0])
         head = f'<div class="steps" role="group" aria-label="{title}, in steps">\n'
-        return [
-            make_html(f'{head}<p class="steps-title">{title}</p>\n'),
-            box[0],
-            make_html("</div>\n"),
-        ]
+        head += f'<p class="steps-title">{title}</p>\n'
+        return [make_html(head), box[0], make_html("</div>\n")]
 
 
 class QuizDirective(SphinxDirective):
@@ -102,10 +97,8 @@ class QuizDirective(SphinxDirective):
         made: list[nodes.Node] = [make_html(f'{head}<p class="quiz-title">{title}</p>\n')]
         for number, question in enumerate(known[name]["questions"], 1):
             label = f'role="group" aria-label="Question {number}"'
-            made += [
-                make_html(f'<div class="quiz-question" {label}>\n'),
-                *self._parse_markdown(question["ask"]),
-            ]
+            made.append(make_html(f'<div class="quiz-question" {label}>\n'))
+            made += self._parse_markdown(question["ask"])
             for choice in question["choices"]:
                 # A summary is a button: its content is text, without links.
                 right = ' data-right="yes"' if choice.get("right") else ""
@@ -133,15 +126,15 @@ class PredictDirective(SphinxDirective):
     option_spec = {"row": directives.unchanged_required, "column": directives.unchanged_required}
 
     def run(self) -> list[nodes.Node]:
-        """Parse the question; `attach_answers` finds the answer when the whole page has been read."""
+        """Parse the question; `attach_answers` finds the answer when the page has been read."""
         for name in self.option_spec:
             if name not in self.options:
-                raise self.error(f"predict: allowed is one with :{name}:")
+                raise self.error(f"predict: must have the option :{name}:")
         box = Predict(row=self.options["row"], column=self.options["column"])
         self.state.nested_parse(self.content, self.content_offset, box)
         self.set_source_info(box)
         if not any(child.astext().rstrip().endswith("?") for child in box.children):
-            raise self.error("predict: allowed is a question, which ends in ?")
+            raise self.error("predict: must contain a question, which ends in ?")
         return [box]
 
 
@@ -163,7 +156,7 @@ def attach_answers(app: Sphinx, doctree: nodes.document) -> None:
         place = box.parent.index(box) + 1
         cell = box.parent[place] if place < len(box.parent) else None
         if not isinstance(cell, nodes.Element) or "cell" not in cell.get("classes", []):
-            raise ExtensionError(f"{app.env.docname}: predict stands before no cell")
+            raise ExtensionError(f"{app.env.docname}: predict must be followed by a cell")
         page = "".join(raw.astext() for raw in cell.findall(nodes.raw))
         try:
             value = find_table_value(page, box["row"], box["column"])

@@ -27,9 +27,9 @@ MIN_FONT_PIXELS = 9  # CSS pixels: smaller text may be unreadable on a phone
 
 
 def compute_width_style(opening: str, rest: str) -> str:
-    """Return the styles `compute_width_style` and `min-compute_width_style` of a picture: as drawn, and for readable text.
+    """Return the styles `width` and `min-width` of a picture: as drawn, and for readable text.
 
-    `opening` are the attributes of its <svg>, `rest` its content; "" when it has no width.
+    opening: the attributes of its <svg>. rest: its content. Returns "" if it has no width.
     """
     wide = re.search(r'\swidth="([\d.]+)(pt|px)?"', opening)
     if not wide:

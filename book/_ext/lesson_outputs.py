@@ -11,8 +11,8 @@ Before Sphinx reads any page, each lesson gets the first of these that exists:
 
 Pages in book/ that have cells are treated alike, without 1: they have no recordings.
 
-Then `read_with_outputs` hands each page to myst-nb as an executed notebook, and myst-nb executes nothing. Its
-own cache would not do: the cache's key ignores imported code.
+Then `read_with_outputs` hands each page to myst-nb as an executed notebook, and myst-nb executes
+nothing. Its own cache would not do: the cache's key ignores imported code.
 
 `env.page_outputs` holds the origin of every page's outputs; `env.lesson_outputs` holds the
 lessons among them, and `app.lesson_books` the lessons' code cells with their outputs.
@@ -47,7 +47,7 @@ FOLDED_TAG = "hide-input"  # tag of a cell whose code is folded
 
 @dataclass
 class PageOutputs:
-    """Outputs of a page, or the fact that they have still to be made."""
+    """Outputs of a page; without `book`, the page has still to be executed."""
 
     path: Path  # file of the outputs
     book: nbformat.NotebookNode | None  # None: the page has to be executed
@@ -92,11 +92,8 @@ def choose_outputs(app: Sphinx) -> list[str]:
             "about": build.get_metadata(page.book),
             "content": hashlib.sha256(nbformat.writes(page.book).encode()).hexdigest(),
         }
-        env.mystnb_config.custom_formats[f"/{docname}.md"] = (
-            read_with_outputs,
-            {"book": page.path},
-            False,
-        )
+        reader = (read_with_outputs, {"book": page.path}, False)
+        env.mystnb_config.custom_formats[f"/{docname}.md"] = reader
     outdated = [docname for docname in now if now[docname] != before.get(docname)]
     if now != before:
         outdated.append(EXECUTIONS_PAGE)
@@ -106,7 +103,7 @@ def choose_outputs(app: Sphinx) -> list[str]:
 
 
 def _find_outputs(name: str, app: Sphinx, finder: build.DependencyFinder) -> PageOutputs:
-    """Return a page's recording, or the outputs of an earlier build, or `PageOutputs` without outputs."""
+    """Return a page's recording or the outputs of an earlier build, if one of them is current."""
     root = Path(app.srcdir)
     path, stale = root / build.RECORDINGS_FOLDER / f"{name}.ipynb", []
     if path.exists() and os.environ.get("RECORDED") != "0":
@@ -117,10 +114,9 @@ def _find_outputs(name: str, app: Sphinx, finder: build.DependencyFinder) -> Pag
             return PageOutputs(path, recording, "recorded", [])
     kept = Path(app.outdir).parent / "executed" / f"{name}.ipynb"
     book = build.load_recording(kept)
-    holds = book is not None and not build.list_outdated_reasons(book, name, root, finder)
-    return PageOutputs(
-        kept, book if holds and _has_same_versions(book) else None, "executed", stale
-    )
+    current = book is not None and not build.list_outdated_reasons(book, name, root, finder)
+    book = book if current and _has_same_versions(book) else None
+    return PageOutputs(kept, book, "executed", stale)
 
 
 def _execute_missing(found: dict[str, PageOutputs], root: Path) -> list[str]:
@@ -128,7 +124,7 @@ def _execute_missing(found: dict[str, PageOutputs], root: Path) -> list[str]:
     failures: dict[str, str] = {}
     ended = count(1)
 
-    def done(name: str, book: nbformat.NotebookNode | build.LessonError) -> None:
+    def save_outcome(name: str, book: nbformat.NotebookNode | build.LessonError) -> None:
         begin = f"executed {next(ended)} of {len(todo)}: {name}"
         if not isinstance(book, build.LessonError):
             try:
@@ -151,7 +147,7 @@ def _execute_missing(found: dict[str, PageOutputs], root: Path) -> list[str]:
     if todo:
         logger.info("\nexecuting %s of %s pages", len(todo), len(found))
         with _defer_interrupts():
-            build.execute_pages(todo, root, done, cpu=True)
+            build.execute_pages(todo, root, save_outcome, cpu=True)
     return [failures[name] for name in todo if name in failures]
 
 

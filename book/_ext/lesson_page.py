@@ -13,6 +13,7 @@ comparison Sphinx gets back its own numbers.
 
 from __future__ import annotations
 
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from sphinx.util.docutils import SphinxDirective
 from sphinx_exercise.nodes import exercise_enumerable_node
 
 from shardcourse import build
-from shardcourse.build import index, pace, pairs, paths
+from shardcourse.build import index, pairs, paths
 from shardcourse.build.exercises import make_exercise_notebook
 from shardcourse.build.reading import export_notebook
 
@@ -83,21 +84,16 @@ def describe_origin(state: dict[str, Any]) -> str:
     """Return the line for readers on the origin of a lesson's outputs."""
     about = state["about"]
     how = "Recorded on" if state["how"] == "recorded" else "Executed by this build on"
-    parts = [
-        f"{how} {describe_device(about)}",
-        describe_ranks(about),
-        describe_versions(about, "torch", "python"),
-    ]
-    parts += [about["date"], f"{about['seconds']:.0f} s"]
+    parts = [f"{how} {describe_device(about)}", describe_ranks(about)]
+    parts += [describe_versions(about, "torch", "python"), about["date"]]
+    parts += [f"{about['seconds']:.0f} s"]
     text = ", ".join(part for part in parts if part) + "."
     if state["stale"]:
         text += f" A recording is out of date: {shorten_reasons(state['stale'])}."
     return text
 
 
-def render_outputs_line(
-    app: Sphinx, docname: str, body: BeautifulSoup, context: dict[str, Any]
-) -> str:
+def render_origin(app: Sphinx, docname: str, body: BeautifulSoup, context: dict[str, Any]) -> str:
     """Return the line on a lesson's outputs, its downloads, and the switch for folded code."""
     state = app.env.lesson_outputs[docname]
     topic, to = docname.removeprefix("lessons/"), context["pathto"]
@@ -111,7 +107,8 @@ def render_outputs_line(
         f'<a href="{to(f"{SLIDES_FOLDER}/{topic}.html", 1)}" title="for a hall; the key S '
         "opens the lecturer's notes\">Slides</a>"
     )
-    text = f'{escape(describe_origin(state))} <a href="{to(EXECUTIONS_PAGE)}">How each page was executed</a>.'
+    text = f'{escape(describe_origin(state))} <a href="{to(EXECUTIONS_PAGE)}">'
+    text += "How each page was executed</a>."
     return (
         f'<p class="lesson-outputs" data-how="{state["how"]}">{text}'
         f'<span class="lesson-downloads">Download: {downloads}. {slides}</span></p>'
@@ -131,64 +128,61 @@ def render_prerequisites(app: Sphinx, docname: str) -> str:
     if not topic:
         return ""
 
-    def link(name: str) -> str:
+    def make_link(name: str) -> str:
         address = app.builder.get_relative_uri(docname, f"lessons/{name}")
         return f'<a href="{address}">{escape(topics[name].title)}</a>'
 
     page = app.course.pages[topic.topic]
     time = f"{page.rounded_minutes} minutes to read"
     if app.course.learning_paths:
-        how = app.builder.get_relative_uri(docname, "book/paths")
-        time = f'<a href="{how}#how-minutes-are-made">{time}</a>'
+        address = app.builder.get_relative_uri(docname, "book/paths")
+        time = f'<a href="{address}#how-minutes-are-made">{time}</a>'
     if page.later:
-        some = page.rounded_minutes - paths.round_to_five(page.first_reading_minutes)
-        each = [
-            f'<a href="#{_make_section_id(page.find_section_tree(a)[0])}">{escape(w)}</a>'
-            for a, w in page.later.items()
+        skippable = page.rounded_minutes - paths.round_to_five(page.first_reading_minutes)
+        ids = [nodes.make_id(page.find_section_tree(name)[0].title) for name in page.later]
+        links = [
+            f'<a href="#{i}">{escape(words)}</a>'
+            for i, words in zip(ids, page.later.values(), strict=True)
         ]
-        time += f" ({some} of them can wait: {index.join_words(each)})"
+        time += f" ({skippable} of them can wait: {index.join_words(links)})"
     time += f", {topic.exercises} for the exercises" if topic.exercises else ""
-    return f'<p class="lesson-assumes">{index.format_prerequisites(topic, link)} {time}.</p>'
-
-
-def _make_section_id(section: pace.Section) -> str:
-    return nodes.make_id(section.title)
+    return f'<p class="lesson-assumes">{index.format_prerequisites(topic, make_link)} {time}.</p>'
 
 
 def render_skip_notes(app: Sphinx, docname: str) -> dict[str, str]:
     """Return the note for each section that a first reading can skip, by the section's id."""
     lines = {}
     page = app.course.pages.get(docname.removeprefix("lessons/"))
-    for address in page.later if page else ():
-        where = ""
-        if to := page.find_next_section(address):
+    for name in page.later if page else ():
+        hint = ""
+        if to := page.find_next_section(name):
             title = escape(to.title.replace("`", ""))
-            where = f': go on with <a href="#{_make_section_id(to)}">{title}</a>'
-        lines[_make_section_id(page.find_section_tree(address)[0])] = (
-            f'<p class="can-wait">This section can wait{where}.</p>'
-        )
+            hint = f': go on with <a href="#{nodes.make_id(to.title)}">{title}</a>'
+        anchor = nodes.make_id(page.find_section_tree(name)[0].title)
+        lines[anchor] = f'<p class="can-wait">This section can wait{hint}.</p>'
     return lines
 
 
 def render_next_pages(app: Sphinx, docname: str) -> str:
     """Return the next page on each path and the lessons that need this one, for the page's end."""
 
-    def link(to: str, words: str, section: str = "") -> str:
+    def make_link(to: str, words: str, section: str = "") -> str:
         place = f"#{nodes.make_id(section)}" if section else ""
         address = app.builder.get_relative_uri(docname, to)
         return f'<a href="{address}{place}">{escape(words)}</a>'
 
     items = []
-    for way, sitting, piece in paths.list_next_segments(app.course.learning_paths, docname):
-        on = f"On {link(way.docname, way.title)}" + (f", {sitting.name}" if sitting.name else "")
-        end = (
-            link(piece.docname, piece.title, piece.first_section) if piece else "this was the last"
+    for path, session, part in paths.list_next_segments(app.course.learning_paths, docname):
+        link = f"On {make_link(path.docname, path.title)}"
+        link += f", {session.name}" if session.name else ""
+        to = (
+            make_link(part.docname, part.title, part.first_section) if part else "this was the last"
         )
-        items.append(f"<li>{on}: {end}</li>")
+        items.append(f"<li>{link}: {to}</li>")
     name = docname.removeprefix("lessons/")
     needed = [topic for topic in app.course.topics.values() if name in topic.needs]
     if needed:
-        links = ", ".join(link(f"lessons/{topic.topic}", topic.title) for topic in needed)
+        links = ", ".join(make_link(f"lessons/{topic.topic}", topic.title) for topic in needed)
         items.append(f"<li>Lessons that need this one: {links}</li>")
     if not items:
         return ""
@@ -199,50 +193,42 @@ def render_next_pages(app: Sphinx, docname: str) -> str:
 
 
 def list_segments(app: Sphinx, docname: str) -> list[tuple[str, paths.Segment]]:
-    """Return the paths that read a page, each with the piece of the page that it reads."""
-    every = (
-        (way.path, piece) for way in app.course.learning_paths.values() for _, piece in way.segments
-    )
-    return [(path, piece) for path, piece in every if piece.docname == docname]
+    """Return the paths that read a page, each with the segment that it reads of the page."""
+    every = [
+        (path, part) for path in app.course.learning_paths.values() for _, part in path.segments
+    ]
+    return [(path.path, part) for path, part in every if part.docname == docname]
 
 
 def find_changed_pages(app: Sphinx) -> list[str]:
     """Return the pages whose additions have changed since the last build."""
     docnames = app.env.found_docs
-    now = {
-        name: "".join(
-            [
-                render_prerequisites(app, name),
-                *render_skip_notes(app, name).values(),
-                render_next_pages(app, name),
-            ]
-        )
-        + repr(list_segments(app, name))
-        for name in docnames
-    }
+    now = {}
+    for name in docnames:
+        texts = [render_prerequisites(app, name), *render_skip_notes(app, name).values()]
+        texts += [render_next_pages(app, name), repr(list_segments(app, name))]
+        now[name] = "".join(texts)
     before, app.env.around_pages = getattr(app.env, "around_pages", {}), now
     return [docname for docname in docnames if before.get(docname, now[docname]) != now[docname]]
 
 
-def add_page_notes(app: Sphinx, docname: str, body: BeautifulSoup, context: dict[str, Any]) -> None:
+def add_page_notes(app: Sphinx, docname: str, body: BeautifulSoup, context: dict) -> None:
     """Add prerequisites and outputs under a page's title, the next pages at its end, and notes
     under the headings of sections that a first reading can skip.
     """
 
-    def made(html: str) -> BeautifulSoup:
-        return BeautifulSoup(html, "html.parser")
-
-    for section, said in render_skip_notes(app, docname).items():
-        body.find("section", id=section).find(["h2", "h3"]).insert_after(made(said))
+    parse_html = partial(BeautifulSoup, features="html.parser")
+    for section, note in render_skip_notes(app, docname).items():
+        body.find("section", id=section).find(["h2", "h3"]).insert_after(parse_html(note))
     head = render_prerequisites(app, docname)
     if docname in app.env.lesson_outputs:
-        head += render_outputs_line(app, docname, body, context)
+        head += render_origin(app, docname, body, context)
         # sphinx-exercise gives the same id to the content of every exercise of a page.
         for one in body.select("#exercise-content, #solution-content"):
             del one["id"]
     if body.h1 and head:
-        body.h1.insert_after(made(head))
-    body.append(made(render_next_pages(app, docname)))
+        body.h1.insert_after(parse_html(head))
+    body.append(parse_html(render_next_pages(app, docname)))
 
 
 def skip_extra_pages(app: Sphinx, pagename: str, context: dict[str, Any]) -> None:
@@ -252,14 +238,14 @@ def skip_extra_pages(app: Sphinx, pagename: str, context: dict[str, Any]) -> Non
     order = [name for names in trees for name in names]
     lone = [names for names in trees if sum(name.startswith("lessons/") for name in names) == 1]
     beside = {name for names in lone for name in names if not name.startswith("lessons/")}
-    way = [name for name in order if name not in beside]
-    if not beside or pagename not in way:
+    kept = [name for name in order if name not in beside]
+    if not beside or pagename not in kept:
         return
     for word, step in (("next", 1), ("prev", -1)):
-        there, to = order.index(pagename) + step, way.index(pagename) + step
-        if 0 <= there < len(order) and order[there] in beside and 0 <= to < len(way):
-            title = app.builder.render_partial(app.env.titles[way[to]])["title"]
-            link = app.builder.get_relative_uri(pagename, way[to])
+        there, to = order.index(pagename) + step, kept.index(pagename) + step
+        if 0 <= there < len(order) and order[there] in beside and 0 <= to < len(kept):
+            title = app.builder.render_partial(app.env.titles[kept[to]])["title"]
+            link = app.builder.get_relative_uri(pagename, kept[to])
             context[word] = {"link": link, "title": title}
 
 
@@ -299,14 +285,8 @@ def _format_row(state: dict[str, Any]) -> list[str]:
         how += " by this build"
     if state["stale"]:
         how += f"; a recording is out of date: {'; '.join(state['stale'])}"
-    return [
-        how,
-        describe_device(about),
-        describe_versions(about),
-        describe_ranks(about),
-        about["date"],
-        f"{about['seconds']:.0f}",
-    ]
+    parts = [how, describe_device(about), describe_versions(about), describe_ranks(about)]
+    return [*parts, about["date"], f"{about['seconds']:.0f}"]
 
 
 def write_downloads(app: Sphinx, docname: str) -> None:
@@ -314,14 +294,13 @@ def write_downloads(app: Sphinx, docname: str) -> None:
     root, folder = Path(app.srcdir), Path(app.outdir) / DOWNLOADS_FOLDER
     topic = docname.removeprefix("lessons/")
     book = copy_outputs(build.load_notebook(topic, root), app.lesson_books[docname])
-    asked = make_exercise_notebook(topic, root)
+    exercises = make_exercise_notebook(topic, root)
+    book = export_notebook(topic, root, book, needs=index.link_prerequisites(topic, root))
     wanted = {
         ".md": (root / f"{docname}.md").read_text("utf-8"),
-        ".ipynb": nbformat.writes(
-            export_notebook(topic, root, book, needs=index.link_prerequisites(topic, root))
-        ),
+        ".ipynb": nbformat.writes(book),
         ".py": pairs.make_script(topic, root, alone=True),
-        EXERCISES_SUFFIX: nbformat.writes(asked) if asked else "",
+        EXERCISES_SUFFIX: nbformat.writes(exercises) if exercises else "",
     }
     folder.mkdir(exist_ok=True)
     for suffix, text in wanted.items():
@@ -349,17 +328,12 @@ def restore_sphinx_numbers(app: Sphinx, env: BuildEnvironment) -> list[str]:
 
 def number_by_page(app: Sphinx, env: BuildEnvironment) -> list[str]:
     """Renumber the exercises of each page from 1."""
-    found = {
-        name: kinds[_EXERCISE_TYPE]
-        for name, kinds in env.toc_fignumbers.items()
-        if _EXERCISE_TYPE in kinds
-    }
+    tables = env.toc_fignumbers.items()
+    found = {name: table[_EXERCISE_TYPE] for name, table in tables if _EXERCISE_TYPE in table}
     env.exercises_through = found
     for docname, numbers in found.items():
-        order = sorted(numbers, key=numbers.__getitem__)
-        env.toc_fignumbers[docname][_EXERCISE_TYPE] = {
-            label: (n,) for n, label in enumerate(order, 1)
-        }
+        order = enumerate(sorted(numbers, key=numbers.__getitem__), 1)
+        env.toc_fignumbers[docname][_EXERCISE_TYPE] = {label: (n,) for n, label in order}
     return []
 
 

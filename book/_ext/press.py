@@ -2,7 +2,7 @@
 
 Jupyter Book turns lessons into pages; this extension makes the course's additions, one handler an
 event. Each line of a handler is one addition, in a file whose docstring says what it does and why.
-A page's HTML is parsed once, in `on_page_context`: all additions change one tree, and slides are made last.
+A page's HTML is parsed once, in `on_page_context`: all additions change one tree, slides last.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class SourceOrderFormatter(HTMLFormatter):
 
 
 def on_config_inited(app: Sphinx, config: Config) -> None:
-    """Return the attributes of an element in their order; BeautifulSoup would sort them."""
+    """Configure the theme's repository links, and read the file of one computing centre."""
     repository.configure_theme(config)
     cluster_site.read_cluster_file(app, config)
 
 
 def on_builder_inited(app: Sphinx) -> None:
-    """Configure the theme's repository links, and read the file of one computing centre."""
+    """Read the course's index, and disable Sphinx's own search."""
     lesson_page.read_course_index(app)
     search.disable_sphinx_search(app)
 
@@ -56,7 +56,7 @@ def on_builder_inited(app: Sphinx) -> None:
 def on_env_get_outdated(
     app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[str], removed: set[str]
 ) -> list[str]:
-    """Read the course's index, and disable Sphinx's own search."""
+    """Return the pages to read again, after executing all lessons without outputs."""
     return [
         *lesson_outputs.choose_outputs(app),
         *lesson_page.find_changed_pages(app),
@@ -65,14 +65,14 @@ def on_env_get_outdated(
 
 
 def on_doctree_read(app: Sphinx, doctree: nodes.document) -> None:
-    """Return the pages to read again, after executing all lessons without outputs."""
+    """Finish a page that was read, before Sphinx stores it."""
     search.store_sections(app, doctree)
     directives.attach_answers(app, doctree)
     cluster_site.adapt_page(app, doctree)
 
 
 def on_doctree_resolved(app: Sphinx, doctree: nodes.document, docname: str) -> None:
-    """Finish a page that was read, before Sphinx stores it."""
+    """Finish a page that is to be written, as a document."""
     lesson_page.add_answer_hint(doctree, docname)
     first_use.link_first_uses(app, doctree, docname)
     inline_svg.embed_pictures(app, doctree)
@@ -82,7 +82,7 @@ def on_doctree_resolved(app: Sphinx, doctree: nodes.document, docname: str) -> N
 def on_page_context(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
 ) -> None:
-    """Finish a page that is to be written, as a document."""
+    """Finish a page that is to be written, as HTML, and write its downloads and slides."""
     add_description(app, pagename, context, doctree)
     if doctree is None or "body" not in context:
         return
@@ -96,9 +96,8 @@ def on_page_context(
     calculator.add_assets(app, body)
     if pagename in app.env.page_outputs:
         body.append(BeautifulSoup(repository.make_report_link(app, pagename), "html.parser"))
-    context["body"] = body.decode(
-        formatter=SourceOrderFormatter(EntitySubstitution.substitute_xml, "")
-    )
+    formatter = SourceOrderFormatter(EntitySubstitution.substitute_xml, "")
+    context["body"] = body.decode(formatter=formatter)
     if pagename in app.env.lesson_outputs and app.builder.name == "html":
         repository.add_launchers(app, pagename, context)
         lesson_page.write_downloads(app, pagename)
@@ -106,7 +105,7 @@ def on_page_context(
 
 
 def add_description(app: Sphinx, pagename: str, context: dict[str, Any], doctree: Any) -> None:
-    """Finish a page that is to be written, as HTML, and write its downloads and slides."""
+    """Add the page's description for search engines, and defer its scripts."""
     for script in context.get("script_files", []):
         name = getattr(script, "filename", "")
         if name and "documentation_options" not in str(name):  # scripts in the page use that one
@@ -124,8 +123,8 @@ def add_description(app: Sphinx, pagename: str, context: dict[str, Any], doctree
     if len(words) > limit:
         words = words[: limit - 1].rpartition(" ")[0] + "…"
     words = f"{title}. {words}" if words else f"{title}: a page of {app.config.project}."
-    said = f'\n<meta name="description" content="{escape(words)}" />'
-    context["metatags"] = context.get("metatags", "") + said
+    tag = f'\n<meta name="description" content="{escape(words)}" />'
+    context["metatags"] = context.get("metatags", "") + tag
 
 
 def on_collect_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:

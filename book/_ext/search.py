@@ -114,9 +114,8 @@ def write_index(app: Sphinx) -> None:
     known = {address for _, _, address, _ in entries}
     for address in said["taught"]:
         if address.split(".html")[0] in env.searched and address not in known:
-            raise ValueError(
-                f"taught: {address!r} in {SYNONYMS_FILE.name} is no section of that page"
-            )
+            place = f"{SYNONYMS_FILE.name}: taught: {address!r}"
+            raise ValueError(f"{place}: must be the address of a section")
     text = json.dumps({"entries": entries, **said}, ensure_ascii=False)
     index = Path(app.outdir, "_static", INDEX_FILE)
     index.parent.mkdir(exist_ok=True)

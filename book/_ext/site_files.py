@@ -71,10 +71,9 @@ def write_root_files(app: Sphinx) -> None:
     listed = json.dumps([{"name": shardlab.__version__, "path": ""}])
     Path(app.outdir, "versions.json").write_text(listed + "\n", "utf-8")
     root = app.config.root_doc
-    landing = Path(app.outdir, f"{root}.html").read_text("utf-8")
-    Path(app.outdir, "index.html").write_text(
-        rebase_links(landing, posixpath.dirname(root)), "utf-8"
-    )
+    text = Path(app.outdir, f"{root}.html").read_text("utf-8")
+    text = rebase_links(text, posixpath.dirname(root))
+    Path(app.outdir, "index.html").write_text(text, "utf-8")
 
 
 def rebase_links(text: str, folder: str) -> str:

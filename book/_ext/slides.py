@@ -15,7 +15,8 @@ from lesson_page import SLIDES_FOLDER, list_segments
 from sphinx.application import Sphinx
 
 from shardcourse import exercises
-from shardcourse.build import pace, paths
+from shardcourse.build import paths
+from shardcourse.build.pace import make_anchor
 
 PAGE = """\
 <!DOCTYPE html>
@@ -52,17 +53,14 @@ def list_mistakes(exercise: str) -> list[str]:
 def mark_paths(slides: list[deck.Slide], read: list[tuple[str, paths.Segment]]) -> None:
     """Note on each slide the paths that include it.
 
-    read: (path's name, piece of the lesson that it reads) each: the whole lesson, or sections.
+    read: (path's name, segment of the lesson that it reads) each: the whole lesson, or sections.
     """
-    for path, piece in read:
-        sections = {pace.make_anchor(title) for _, title in piece.sections}
+    for path, segment in read:
+        sections = {make_anchor(title) for _, title in segment.sections}
         for slide in slides:
-            of = {
-                pace.make_anchor(deck.strip_tags(slide.title)),
-                pace.make_anchor(deck.strip_tags(slide.kicker)),
-            }
-            here = slide.kind == "title" or not sections or of & sections
-            if here and path not in slide.paths:
+            titles = map(deck.strip_tags, (slide.title, slide.kicker))
+            shown = slide.kind == "title" or not sections or {*map(make_anchor, titles)} & sections
+            if shown and path not in slide.paths:
                 slide.paths.append(path)
 
 

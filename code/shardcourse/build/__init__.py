@@ -5,9 +5,9 @@
 
 A recording is book/recorded/<topic>.ipynb: the code cells with their outputs, on what machine they
 were made (`facts`), and a key over everything that they depend on (`key`). The book's build uses a
-recording as long as its key fits; otherwise it executes the lesson with the same `execute_page`, as it
-does with the pages in book/ that have cells (`list_pages`): these are cheap, and are not recorded.
-Neither needs Sphinx: nbclient, ipykernel and jupytext, and what the lessons import.
+recording whose key is current; otherwise it executes the lesson with the same `execute_page`. Pages
+of book/ that have cells (`list_pages`) are always executed: they are cheap, and have no recording.
+Recording needs nbclient, ipykernel, jupytext and what the lessons import, but not Sphinx.
 """
 
 from __future__ import annotations
@@ -35,17 +35,9 @@ if TYPE_CHECKING:
     import nbformat
 
 RECORDINGS_FOLDER = Path("book/recorded")
-# Beside what is used or defined here:
-__all__ = [
-    "DependencyFinder",
-    "list_outdated_reasons",
-    "code_cells",
-    "execute_pages",
-    "has_cells",
-    "load_notebook",
-    "list_pages",
-]
-__all__ += ["compute_key", "parse_notebook"]
+# Names that are imported only for other modules:
+__all__ = ["DependencyFinder", "code_cells", "compute_key", "execute_pages", "has_cells"]
+__all__ += ["list_outdated_reasons", "list_pages", "load_notebook", "parse_notebook"]
 
 
 def find_course_root(start: Path | None = None) -> Path:

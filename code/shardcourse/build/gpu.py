@@ -26,15 +26,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from shardcourse.build import (
-    RECORDINGS_FOLDER,
-    find_course_root,
-    get_metadata,
-    list_outdated_reasons,
-    load_recording,
-    select_topics,
-)
-from shardcourse.build.kernel import build_environment
+from shardcourse.build import RECORDINGS_FOLDER, find_course_root, load_recording, select_topics
+from shardcourse.build.kernel import build_environment, get_metadata, list_outdated_reasons
 from shardcourse.build.key import Key, compute_program_key
 from shardlab.common import show
 from shardtools import options
@@ -74,19 +67,17 @@ def plan(root: Path, topics: list[str], tests: bool, gpus: int) -> list[Step]:
         reached = {p: h for file in files for p, h in compute_program_key(file, root).files.items()}
         names = [file.relative_to(root).as_posix() for file in files]
         command = ("-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", *names)
-        steps.append(
-            Step("tests", "tests", command, WORK_FOLDER / "tests.json", Key((), reached).text)
-        )
+        key = Key((), reached).digest
+        steps.append(Step("tests", "tests", command, WORK_FOLDER / "tests.json", key))
     for topic in topics:
         command = ("-m", "shardlab", "record", topic)
-        steps.append(
-            Step("lesson", f"lesson_{topic}", command, RECORDINGS_FOLDER / f"{topic}.ipynb")
-        )
+        result = RECORDINGS_FOLDER / f"{topic}.ipynb"
+        steps.append(Step("lesson", f"lesson_{topic}", command, result))
     for topic in topics:
         program = Path(f"benchmarks/{topic}.py")
         if not (root / program).is_file():
             continue
-        key = compute_program_key(program, root).text
+        key = compute_program_key(program, root).digest
         for ranks in sorted({2, 4, max(gpus, 4)}):
             command = (str(program), "--json", "--links", "gpu", "--ranks", str(ranks))
             result = RESULTS_FOLDER / f"{topic}_{ranks}.json"
@@ -108,9 +99,9 @@ def run_step(step: Step, root: Path, facts: dict[str, Any], seconds: float) -> s
         return "left" if seconds < STEP_SECONDS[step.kind] else "FAILED: it hung"
     last = (output.read_text("utf-8", "replace").strip().splitlines() or [""])[-1]
     if status:
-        said = log.read_text("utf-8", "replace").strip().splitlines() or [last]
-        cells = [line for line in said if line.startswith("lessons/")]  # errors of `record`
-        return f"FAILED: {last if step.kind == 'tests' else (cells or said)[-1]}"
+        errors = log.read_text("utf-8", "replace").strip().splitlines() or [last]
+        cells = [line for line in errors if line.startswith("lessons/")]  # errors of `record`
+        return f"FAILED: {last if step.kind == 'tests' else (cells or errors)[-1]}"
     if step.kind != "lesson":  # `record` has written its own result
         date = datetime.now(UTC).strftime("%Y-%m-%d")
         found = {"key": step.key, "date": date, "seconds": round(time.monotonic() - begin, 1)}
@@ -144,15 +135,14 @@ def _main(chosen: argparse.Namespace) -> int:
     facts = _collect_gpu_facts(root)
     device = facts["device"]
     print(f"{device['count']} × {device['name']}, driver {device['driver']}", flush=True)
-    (root / WORK_FOLDER / "logs").mkdir(parents=True, exist_ok=True)
+    logs = root / WORK_FOLDER / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
     steps = plan(root, topics, not chosen.lesson, device["count"])
     results = {step.name: "left" for step in steps}
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends child processes, too
     try:
         # A step with a log failed before, so it goes last: it may take all the time that is left.
-        for step in sorted(
-            steps, key=lambda s: (root / WORK_FOLDER / f"logs/{s.name}.log").exists()
-        ):
+        for step in sorted(steps, key=lambda step: (logs / f"{step.name}.log").exists()):
             left = deadline - time.monotonic()
             if step.is_current(root):
                 results[step.name] = "there already"
@@ -166,24 +156,22 @@ def _main(chosen: argparse.Namespace) -> int:
     _write_archive(out / "gpu.zip", root, steps, results)
     show.table(list(results.items()), ["step", "result"])
     print(
-        f"Logs: {WORK_FOLDER}/logs. To commit: what is new in {RECORDINGS_FOLDER} and {RESULTS_FOLDER}."
+        f"Logs: {WORK_FOLDER}/logs. Commit the new files in {RECORDINGS_FOLDER}, {RESULTS_FOLDER}."
     )
-    print(f"To carry: {out / 'gpu.zip'}; there, python -m zipfile -e gpu.zip .")
-    said = [result.partition(":")[0] for result in results.values()]
-    return 3 if "left" in said else 1 if "FAILED" in said else 0
+    print(f"To copy them: {out / 'gpu.zip'}; unpack it with python -m zipfile -e gpu.zip .")
+    outcomes = [result.partition(":")[0] for result in results.values()]
+    return 3 if "left" in outcomes else 1 if "FAILED" in outcomes else 0
 
 
 def _collect_gpu_facts(root: Path) -> dict[str, Any]:
     """Return the facts that a recording stores of this machine; ValueError without a CUDA GPU."""
-    ask = "import torch; torch.ones(1, device='cuda').item(); "
-    ask += (
-        "from shardcourse.build import facts; import json; print(json.dumps(facts.collect_facts()))"
-    )
+    ask = "import torch; torch.ones(1, device='cuda').item(); import json; "
+    ask += "from shardcourse.build import facts; print(json.dumps(facts.collect_facts()))"
     command = [sys.executable, "-c", ask]
     done = subprocess.run(command, env=build_environment(root), capture_output=True, text=True)
     if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise ValueError(f"no CUDA GPU here that computes: {why}")
+        why = (done.stderr.strip().splitlines() or ["it printed no error"])[-1]
+        raise ValueError(f"no CUDA GPU here that can compute: {why}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -191,9 +179,9 @@ def _write_archive(path: Path, root: Path, steps: list[Step], results: dict[str,
     done = ("passed", "there already")
     files = [root / step.result for step in steps if results[step.name] in done]
 
-    def write(part: Path) -> None:
+    def write_zip(part: Path) -> None:
         with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
             for file in [*files, *(root / WORK_FOLDER / "logs").glob("*.*")]:
                 archive.write(file, file.relative_to(root))
 
-    options.write_file("out", path, write)
+    options.write_file("out", path, write_zip)

@@ -99,19 +99,16 @@ def read_index(root: Path) -> Index:
     index = Index(root, parts)
     names = [topic.topic for part in parts for topic in part.topics]
     if sorted(names) != list_lessons(root):
-        apart = set(names) ^ set(list_lessons(root)) or {
-            name for name in names if names.count(name) > 1
-        }
-        raise ValueError(
-            f"{TOPICS_FILE}: {', '.join(sorted(apart))}: allowed is one topic for a lesson"
-        )
+        wrong = set(names) ^ set(list_lessons(root)) or {n for n in names if names.count(n) > 1}
+        wrong = ", ".join(sorted(wrong))
+        raise ValueError(f"{TOPICS_FILE}: {wrong}: each lesson must have exactly one topic")
     for place, topic in enumerate(index.topics.values()):
         before = names[:place]
         if wrong := {*topic.needs, *topic.after} - {*before}:
-            raise ValueError(
-                f"{TOPICS_FILE}: topic {topic.topic!r}: needs or after {', '.join(sorted(wrong))}: "
-                f"allowed is what comes before: {before}"
+            place = (
+                f"{TOPICS_FILE}: topic {topic.topic!r}: needs or after {', '.join(sorted(wrong))}"
             )
+            raise ValueError(f"{place}: must be topics that come earlier: {before}")
     return index
 
 
@@ -123,8 +120,8 @@ def join_words(words: Sequence[str]) -> str:
 def format_prerequisites(topic: Topic, link: Callable[[str], str]) -> str:
     """Return a sentence with a lesson's prerequisites; `link` turns a topic's name into a link."""
     needs, after = ([link(name) for name in names] for names in (topic.needs, topic.after))
-    said = f"Assumes {join_words(needs) or 'PyTorch, and nothing of parallelism'}"
-    return said + (f"; easier after {join_words(after)}." if after else ".")
+    text = f"Assumes {join_words(needs) or 'PyTorch, and nothing of parallelism'}"
+    return text + (f"; easier after {join_words(after)}." if after else ".")
 
 
 def link_prerequisites(name: str, root: Path) -> str:
@@ -151,11 +148,10 @@ def generate_files(root: Path) -> dict[Path, str]:
     }
     if index.learning_paths:
         project = (root / "book/project.md").is_file()
-        blocks[str(paths.OVERVIEW_FILE), "paths"] = paths.format_overview(
-            index.learning_paths, index.pages
-        )
-        for way in index.learning_paths.values():
-            blocks[f"{way.docname}.md", "path"] = paths.format_table(way, project)
+        overview = paths.format_overview(index.learning_paths, index.pages)
+        blocks[str(paths.OVERVIEW_FILE), "paths"] = overview
+        for path in index.learning_paths.values():
+            blocks[f"{path.docname}.md", "path"] = paths.format_table(path, project)
     if (root / CLAIMS_FILE).is_file():
         blocks[str(CLAIMS_FILE), "checked"] = _list_checked_claims(index)
     found = {
@@ -167,7 +163,7 @@ def generate_files(root: Path) -> dict[Path, str]:
         head, begin, rest = text.partition(f"<!-- topics: {block} -->\n")
         _, end, tail = rest.partition("<!-- end -->\n")
         if not end:
-            raise ValueError(f"{name}: wanted is <!-- topics: {block} --> … <!-- end -->")
+            raise ValueError(f"{name}: add the lines <!-- topics: {block} --> … <!-- end -->")
         found[root / name] = "\n".join([head + begin, *lines, "", end + tail])
     return found
 

@@ -1,7 +1,7 @@
 """Executor of pages, each in a Jupyter kernel of this interpreter, that keeps the cells' outputs.
 
 Several pages run side by side in one event loop. Their cells would disturb each other's timings,
-so a cell with the tag MEASURED runs while no other cell does (`ExecutionLock`).
+so a cell with the tag MEASURED_TAG runs while no other cell does (`ExecutionLock`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from .key import (
 )
 
 if TYPE_CHECKING:
-    import nbformat
     from jupyter_client.manager import AsyncKernelManager
     from nbclient import NotebookClient
+    from nbformat import NotebookNode
 
 MAX_CONCURRENT_PAGES = 2  # pages, and no more than there are cores
 MEASURED_TAG = "measured"  # tag of a cell that measures times
-CELL_TIMEOUT_SECONDS = 1200  # seconds: a whole lesson is meant to take a minute
+CELL_TIMEOUT_SECONDS = 1200  # a whole lesson is meant to take a minute
 MAX_ATTEMPTS = 3  # attempts for a cell whose timings contradict its claim, on a shared machine
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -53,8 +53,8 @@ class LessonError(RuntimeError):
 class ExecutionLock:
     """Lock for cells of several pages: shared, or exclusive for a cell that measures times.
 
-    Turns are given in the order of requests: a measuring cell waits for running cells, and later
-    requests wait for it, so nobody starves. All users are in one event loop.
+    It is fair: a measuring cell waits for running cells, and later requests wait for that cell, so
+    that no request starves. All users are in one event loop.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class ExecutionLock:
 
     @asynccontextmanager
     async def turn(self, alone: bool) -> AsyncIterator[None]:
-        """Wait for a turn and hold it in the block; with `alone`, while no other turn is held."""
+        """Hold the lock in the block: shared, or exclusively with `alone`."""
         wanted = MAX_CONCURRENT_PAGES if alone else 1
         async with self._queue:
             for _ in range(wanted):
@@ -75,7 +75,7 @@ class ExecutionLock:
                 self._slots.release()
 
 
-def execute_page(name: str, root: Path, cpu: bool = False) -> nbformat.NotebookNode:
+def execute_page(name: str, root: Path, cpu: bool = False) -> NotebookNode:
     """Run the cells of the page `name` (see `key`) of the course in `root`, in the page's folder.
 
     The returned notebook holds only the code cells, with outputs; `metadata["shardlab"]` says what
@@ -89,12 +89,12 @@ def execute_page(name: str, root: Path, cpu: bool = False) -> nbformat.NotebookN
 def execute_pages(
     names: list[str],
     root: Path,
-    done: Callable[[str, nbformat.NotebookNode | LessonError], None],
+    done: Callable[[str, NotebookNode | LessonError], None],
     cpu: bool = False,
 ) -> None:
     """Execute the pages `names`, AT_ONCE at a time, or one on a machine with one core.
 
-    done: gets a page's name and its notebook (see `execute_page`) or error as soon as the page ends.
+    done: called with a page's name and its notebook (see `execute_page`) or its error at its end.
 
     An interrupt also ends the kernels that were started.
     """
@@ -102,18 +102,18 @@ def execute_pages(
 
 
 async def _execute_pages(names: list[str], root: Path, done: Callable, cpu: bool) -> None:
-    turns = ExecutionLock()
-    places = asyncio.Semaphore(min(MAX_CONCURRENT_PAGES, facts.count_cores()))
+    lock = ExecutionLock()
+    slots = asyncio.Semaphore(min(MAX_CONCURRENT_PAGES, facts.count_cores()))
 
-    async def one(name: str) -> None:
-        async with places:
+    async def execute_one(name: str) -> None:
+        async with slots:
             try:
-                outcome = await _execute_page(name, root, cpu, turns)
+                outcome = await _execute_page(name, root, cpu, lock)
             except LessonError as error:
                 outcome = error
             done(name, outcome)
 
-    tasks = [asyncio.create_task(one(name)) for name in names]
+    tasks = [asyncio.create_task(execute_one(name)) for name in names]
     try:
         for task in tasks:
             await task
@@ -123,12 +123,10 @@ async def _execute_pages(names: list[str], root: Path, done: Callable, cpu: bool
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _execute_page(
-    name: str, root: Path, cpu: bool, turns: ExecutionLock
-) -> nbformat.NotebookNode:
+async def _execute_page(name: str, root: Path, cpu: bool, lock: ExecutionLock) -> NotebookNode:
     import nbformat
 
-    async with turns.hold_lock(alone=False):  # reading takes a second of one core
+    async with lock.hold_lock(alone=False):  # reading takes a second of one core
         book = load_notebook(name, root)
         key = compute_key(name, root, book)
     cells = [_copy_without_outputs(cell) for cell in code_cells(book)]
@@ -136,31 +134,31 @@ async def _execute_page(
         cell["id"] = f"cell-{place}"  # the default is random
     lesson = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": KERNELSPEC})
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    about, seconds, again, opened = await _execute_cells(name, lesson, root, cpu, turns)
+    metadata, seconds, again, opened = await _execute_cells(name, lesson, root, cpu, lock)
     opened = [path for path in opened if path not in key.files]
     # A file that changed during execution counts with its old hash: the outputs are from then.
-    async with turns.hold_lock(alone=False):
+    async with lock.hold_lock(alone=False):
         key = Key(key.cells, compute_key(name, root, book, opened=opened).files | key.files)
     lesson.metadata["shardlab"] = {
         "topic": name,
-        "key": key.text,
+        "key": key.digest,
         "date": date,
         "seconds": round(seconds, 1),
         "again": again,
-        **about,
+        **metadata,
         "files": dict(sorted(key.files.items())),
         "opened": opened,
     }
     return lesson
 
 
-def get_metadata(lesson: nbformat.NotebookNode) -> dict:
+def get_metadata(lesson: NotebookNode) -> dict:
     """Return the metadata of a recording; {} if there are none."""
     return dict(lesson.metadata.get("shardlab", {}))
 
 
 def list_outdated_reasons(
-    lesson: nbformat.NotebookNode, name: str, root: Path, finder: DependencyFinder | None = None
+    lesson: NotebookNode, name: str, root: Path, finder: DependencyFinder | None = None
 ) -> list[str]:
     """Return why the recording `lesson` is outdated for the page `name` of the course in `root`.
 
@@ -171,14 +169,13 @@ def list_outdated_reasons(
     recorded = get_metadata(lesson)
     key = compute_key(name, root, finder=finder, opened=recorded.get("opened", ()))
     cells = [hash_cell(cell) for cell in code_cells(lesson)]
-    if recorded.get("key") == key.text and cells == list(key.cells):
+    if recorded.get("key") == key.digest and cells == list(key.cells):
         return []
-    return key.describe_changes(cells, recorded.get("files", {})) or [
-        "its key does not fit its content"
-    ]
+    changes = key.describe_changes(cells, recorded.get("files", {}))
+    return changes or ["its key does not match its content"]
 
 
-def _copy_without_outputs(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:
+def _copy_without_outputs(cell: NotebookNode) -> NotebookNode:
     import nbformat
 
     tags = cell.metadata.get("tags", [])
@@ -192,7 +189,7 @@ def build_environment(root: Path, *first: str) -> dict[str, str]:
 
 
 async def _execute_cells(
-    name: str, lesson: nbformat.NotebookNode, root: Path, cpu: bool, turns: ExecutionLock
+    name: str, lesson: NotebookNode, root: Path, cpu: bool, lock: ExecutionLock
 ) -> tuple[dict, float, list[int], list[str]]:
     """Execute the cells of `lesson` in a new kernel and fill in their outputs.
 
@@ -206,25 +203,24 @@ async def _execute_cells(
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
     @asynccontextmanager
-    async def turn(alone: bool = False) -> AsyncIterator[None]:
+    async def hold_lock(alone: bool = False) -> AsyncIterator[None]:
         nonlocal begin
-        asked = time.monotonic()
-        async with turns.hold_lock(alone):
-            begin += time.monotonic() - asked
+        requested = time.monotonic()
+        async with lock.hold_lock(alone):
+            begin += time.monotonic() - requested
             yield
 
-    async def attempt(number: int, cell: nbformat.NotebookNode, tries: int) -> None:
+    async def execute_cell(number: int, cell: NotebookNode, tries: int) -> None:
         """Execute a cell; repeat it if its timings contradict its claim."""
         await client.async_execute_cell(cell, number - 1, execution_count=number)
         line = _find_failed_claim(cell)
         if line and tries > 1:
             again.append(number)
             cell.outputs = []
-            await attempt(number, cell, tries - 1)
+            await execute_cell(number, cell, tries - 1)
         elif line and BUSY_TEXT not in line:
-            raise LessonError(
-                _format_cell_error(shown, number, cells, f"{MAX_ATTEMPTS} times: {line}")
-            )
+            what = f"{MAX_ATTEMPTS} times: {line}"
+            raise LessonError(_format_cell_error(shown, number, cells, what))
 
     path = get_source_path(name, root)
     shown = path.relative_to(root).as_posix()
@@ -252,26 +248,26 @@ async def _execute_cells(
             variables |= {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
             log = FileAuditLog(root, Path(home))
             try:
-                async with turn():
+                async with hold_lock():
                     await client.async_start_new_kernel(env=variables, cwd=str(path.parent))
                     await client.async_start_new_kernel_client()
                 for number, cell in enumerate(cells, 1):
-                    async with turn(alone=MEASURED_TAG in cell.metadata.get("tags", [])):
-                        await attempt(number, cell, MAX_ATTEMPTS)
+                    async with hold_lock(alone=MEASURED_TAG in cell.metadata.get("tags", [])):
+                        await execute_cell(number, cell, MAX_ATTEMPTS)
                 seconds = time.monotonic() - begin
-                async with turn():
+                async with hold_lock():
                     await client.async_execute_cell(question, len(cells))
             finally:
-                async with turn():
+                async with hold_lock():
                     await _shut_down_kernel(manager, client)
-            opened = log.files()
+            opened = log.list_read_files()
     except CellExecutionError as error:
         where = _ARROW.search(_ANSI.sub("", error.traceback))  # the first match: the cell's line
         line = f", line {where[1]}" if where else ""
         what = f"{error.ename}{line}: {_ANSI.sub('', error.evalue)}"
         raise LessonError(_format_cell_error(shown, number, cells, what)) from None
     except CellTimeoutError:
-        what = f"it did not end within {CELL_TIMEOUT_SECONDS} s"
+        what = f"it did not end within {CELL_TIMEOUT_SECONDS} s (the limit for a cell)"
         raise LessonError(_format_cell_error(shown, number, cells, what)) from None
     except DeadKernelError:
         if asyncio.current_task().cancelling():  # nbclient reports a cancellation like that, too
@@ -295,16 +291,14 @@ async def _shut_down_kernel(manager: AsyncKernelManager, client: NotebookClient)
         client.kc.stop_channels()
 
 
-def _find_failed_claim(cell: nbformat.NotebookNode) -> str | None:
+def _find_failed_claim(cell: NotebookNode) -> str | None:
     """Return a cell's output line about a timing claim that did not hold; None if all held."""
     texts = (output.text for output in cell.outputs if output.output_type == "stream")
     lines = (line for text in texts for line in text.splitlines())
     return next((line for line in lines if line.startswith(UNSEEN_PREFIX)), None)
 
 
-def _format_cell_error(
-    path: str, number: int, cells: list[nbformat.NotebookNode], what: str
-) -> str:
+def _format_cell_error(path: str, number: int, cells: list[NotebookNode], what: str) -> str:
     source = cells[number - 1].source.strip() if cells and number else ""
     lines = "\n".join(f"    | {line}" for line in source.splitlines())
     return f"{path}, code cell {number} of {len(cells)}: {what}\n{lines}"

@@ -6,8 +6,8 @@
 A recording stores the key of the page that it was made from. An equal key means that no code of
 the page has changed since. Prose does not count; of the tags, only `raises-exception` does.
 
-The files are those that the page's sources name (`DependencyFinder`), and those that its processes were seen
-to open when it was executed (`FileAuditLog`), which the recording lists.
+The files are those that the page's sources name (`DependencyFinder`), and those that its processes
+opened when it was executed (`FileAuditLog`), which the recording lists.
 
 A lesson's name is its topic, "collectives"; the name of a book page with cells is its path,
 "book/questions_map".
@@ -42,7 +42,7 @@ class Key:
     files: dict[str, str]  # path below the root -> hash of the file's bytes
 
     @property
-    def text(self) -> str:
+    def digest(self) -> str:
         """Hash of the whole key."""
         return _hash_bytes(json.dumps([self.cells, sorted(self.files.items())]).encode(), 64)
 
@@ -128,9 +128,8 @@ class DependencyFinder:
         if path.suffix != ".py":
             return []
         if path not in self._references:
-            self._references[path] = self._parse_references(
-                path.read_text("utf-8", "replace"), path.parent
-            )
+            source = path.read_text("utf-8", "replace")
+            self._references[path] = self._parse_references(source, path.parent)
         return self._resolve_files(*self._references[path], home)
 
     def list_code_dependencies(self, source: str, home: Path) -> list[Path]:
@@ -183,10 +182,9 @@ class DependencyFinder:
         if (folder, dotted) not in self._modules:
             parts = dotted.split(".")
             own = self._split_folder(folder) or []  # a script's own folder is on sys.path
-            ways = dict.fromkeys([("code", *parts), (*parts,), (*own, *parts)])
-            self._modules[folder, dotted] = [
-                path for way in ways for path in self._iter_package_files(way)
-            ]
+            places = dict.fromkeys([("code", *parts), (*parts,), (*own, *parts)])
+            files = [path for place in places for path in self._iter_package_files(place)]
+            self._modules[folder, dotted] = files
         return self._modules[folder, dotted]
 
     def _split_folder(self, folder: Path) -> list[str] | None:
@@ -322,7 +320,7 @@ class FileAuditLog:
         hook = _HOOK.format(root=f"{root}{os.sep}", log=str(self.path))
         (folder / "sitecustomize.py").write_text(hook, "utf-8")
 
-    def files(self) -> list[str]:
+    def list_read_files(self) -> list[str]:
         """Return the paths below the root of files that were read and never written, sorted.
 
         Omitted: hidden files (an environment, git's), built or installed files, and files that no
@@ -334,9 +332,8 @@ class FileAuditLog:
             told, _, path = os.fsdecode(line).partition(" ")
             found[told].add(os.path.relpath(path, self.root))
         read = found["r"] - found["w"]
-        return sorted(
-            path for path in read if _is_course_source(path) and (self.root / path).is_file()
-        )
+        files = (path for path in read if (self.root / path).is_file())
+        return sorted(filter(_is_course_source, files))
 
 
 def _is_course_source(path: str) -> bool:

@@ -50,9 +50,8 @@ class Section:
 @lru_cache
 def list_lesson_parts(text: str) -> list[Part]:
     """Return the parts of a page that are outside exercises and solutions."""
-    return [
-        part for part in split_parts(parse_notebook(text)) if part.place in ("lesson", "between")
-    ]
+    parts = split_parts(parse_notebook(text))
+    return [part for part in parts if part.place in ("lesson", "between")]
 
 
 def count_words(prose: str) -> int:
@@ -86,9 +85,8 @@ def split_sections(text: str) -> list[Section]:
             before, *below = re.split(r"^### +(.+)$", part.text, flags=re.M)
             found[-1].words += count_words(before)
             for title, prose in zip(below[::2], below[1::2], strict=True):
-                found.append(
-                    Section(make_anchor(title), title, 3, count_words(f"{title}\n{prose}"))
-                )
+                words = count_words(f"{title}\n{prose}")
+                found.append(Section(make_anchor(title), title, 3, words))
     return found
 
 

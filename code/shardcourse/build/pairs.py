@@ -40,14 +40,13 @@ def make_script(topic: str, root: Path, alone: bool = False) -> str:
     book.metadata.pop("source_map")
     book.metadata.setdefault("jupytext", {})["default_lexer"] = "ipython3"
     if alone:
-        wanted = list_extras(
-            "\n".join(cell.source for cell in book.cells if cell.cell_type == "code")
-        )
+        code = "\n".join(cell.source for cell in book.cells if cell.cell_type == "code")
+        wanted = list_extras(code)
         before = "DS_BUILD_OPS=0 " if "deepspeed" in wanted else ""
         title, _, prose = book.cells[0].source.partition("\n\n")
         needs = _NEEDS.format(topic=topic, before=before, extras=wanted)
-        assumed = re.sub(r"\]\([^)]*\)|\[", "", index.link_prerequisites(topic, root))
-        needs += f"\n\n{assumed}" * bool(assumed)
+        prerequisites = re.sub(r"\]\([^)]*\)|\[", "", index.link_prerequisites(topic, root))
+        needs += f"\n\n{prerequisites}" * bool(prerequisites)
         book.cells[0].source = f"{title}\n\n{needs}\n\n{prose}"
     config = load_jupytext_config(str(root / "lessons"))
     return jupytext.writes(book, fmt="py:percent", config=config)
@@ -56,10 +55,8 @@ def make_script(topic: str, root: Path, alone: bool = False) -> str:
 def find_outdated(root: Path) -> dict[Path, str | None]:
     """Return the files that differ from their source, with the right contents (None: no source)."""
     wanted: dict[Path, str | None] = dict.fromkeys((root / SCRIPTS_FOLDER).glob("*.py"))
-    wanted |= {
-        root / SCRIPTS_FOLDER / f"{topic}.py": make_script(topic, root)
-        for topic in list_lessons(root)
-    }
+    for topic in list_lessons(root):
+        wanted[root / SCRIPTS_FOLDER / f"{topic}.py"] = make_script(topic, root)
     wanted |= index.generate_files(root)
     if (root / TAKE_HOME).is_file():
         wanted[root / TAKEN] = (root / TAKE_HOME).read_text("utf-8")

@@ -1,7 +1,7 @@
 """Paths through the course for readers with less time than the whole course takes: book/paths.yml.
 
-    >>> ways = index.read(root).ways
-    >>> [sitting.read for sitting in ways["ten_weeks"].sittings]
+    >>> learning_paths = index.read_index(root).learning_paths
+    >>> [session.read_minutes for session in learning_paths["ten_weeks"].sessions]
 
 A path is a list of parts: a page or some of its sections, and exercises by number. The minutes
 are computed from the parts (`shardcourse.build.pace`), never typed. `python -m shardlab pairs`
@@ -33,7 +33,7 @@ class Segment:
     title: str
     sections: Sequence[tuple[str, str]]  # (anchor, title) each; empty: the whole page
     exercises: Sequence[int]
-    read_minutes: int  # minutes
+    read_minutes: int
     exercise_minutes: int
     first_section: str = ""  # title of the section to start with; "" for the top of the page
 
@@ -55,12 +55,12 @@ class Session:
     @property
     def read_minutes(self) -> int:
         """Minutes to read."""
-        return sum(piece.read_minutes for piece in self.segments)
+        return sum(segment.read_minutes for segment in self.segments)
 
     @property
     def exercise_minutes(self) -> int:
         """Minutes for the exercises."""
-        return sum(piece.exercise_minutes for piece in self.segments)
+        return sum(segment.exercise_minutes for segment in self.segments)
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class LearningPath:
 
     path: str
     title: str
-    whom: str  # completes "it is for …"
-    able: str  # completes "after it you can …"
+    whom: str  # audience: completes "it is for …"
+    able: str  # outcome: completes "after it you can …"
     sessions: Sequence[Session]
     reading: bool = False  # whether the promised minutes are for reading alone
 
@@ -82,17 +82,17 @@ class LearningPath:
     @property
     def segments(self) -> list[tuple[Session, Segment]]:
         """All pieces in order, each with its session."""
-        return [(sitting, piece) for sitting in self.sessions for piece in sitting.segments]
+        return [(session, segment) for session in self.sessions for segment in session.segments]
 
     @property
     def read_minutes(self) -> int:
         """Minutes to read."""
-        return sum(sitting.read_minutes for sitting in self.sessions)
+        return sum(session.read_minutes for session in self.sessions)
 
     @property
     def exercise_minutes(self) -> int:
         """Minutes for the exercises."""
-        return sum(sitting.exercise_minutes for sitting in self.sessions)
+        return sum(session.exercise_minutes for session in self.sessions)
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,7 @@ class Page:
     @property
     def first_reading_minutes(self) -> float:
         """Minutes of a first reading, without the sections that it can skip."""
-        return sum(
-            section.minutes for section in self.sections if section not in self.skippable_sections
-        )
+        return sum(s.minutes for s in self.sections if s not in self.skippable_sections)
 
     def find_next_section(self, name: str) -> pace.Section | None:
         """Return the first section after the section `name` that a first reading does not skip."""
@@ -145,12 +143,12 @@ class Page:
         """Return the section `name` and its subsections. Raises ValueError for an unknown one."""
         here = [i for i, section in enumerate(self.sections) if i and section.name == name]
         if not here:
-            raise ValueError(f"{self.title}: it has no section {name!r}")
+            raise ValueError(f"page {self.title!r} has no section {name!r}")
         first, *rest = self.sections[here[0] :]
         ends = [i for i, section in enumerate(rest) if section.level <= first.level]
         return [first, *rest[: ends[0] if ends else len(rest)]]
 
-    def exercise_minutes(self, numbers: Sequence[int]) -> int:
+    def estimate_exercise_minutes(self, numbers: Sequence[int]) -> int:
         """Return the minutes for these exercises: their share of the time for all exercises."""
         weights = pace.get_exercise_weights(self.text)
         return round(self.minutes * sum(weights[n - 1] for n in numbers) / sum(weights or [1]))
@@ -161,19 +159,12 @@ def round_to_five(minutes: float) -> int:
     return 5 * max(1, round(minutes / 5))
 
 
-def load_page(
-    name: str, root: Path, minutes: int = 0, later: Mapping[str, str] | None = None
-) -> Page:
-    """Return a page by name, "zero" or "book/setup"; `minutes` are for all its exercises.
-
-    later: anchors of the sections that a first reading can skip, with descriptions.
-    """
-    return Page(get_source_path(name, root).read_text("utf-8"), minutes, later or {})
+def load_page(name: str, root: Path, *details: Any) -> Page:
+    """Return a page by name, "zero" or "book/setup"; `details`: further fields of `Page`."""
+    return Page(get_source_path(name, root).read_text("utf-8"), *details)
 
 
-def read_paths(
-    root: Path, titles: dict[str, str], lessons: dict[str, Page]
-) -> dict[str, LearningPath]:
+def read_paths(root: Path, titles: Mapping, lessons: Mapping[str, Page]) -> dict[str, LearningPath]:
     """Return the paths of the course in `root` by name, {} if there are none.
 
     titles: titles of the lessons. lessons: their pages.
@@ -187,12 +178,12 @@ def read_paths(
     for entry in yaml.safe_load((root / PATHS_FILE).read_text("utf-8")):
         name = entry.get("path")
         try:
-            sittings, begun = [], set()
-            for sitting in entry.pop("sittings"):
-                parts = sitting.pop("parts")
-                made = [_parse_segment(part, root, pages, titles, begun) for part in parts]
-                sittings.append(Session(pieces=made, **sitting))
-            found[name] = LearningPath(sittings=sittings, **entry)
+            sessions, begun = [], set()
+            for session in entry.pop("sittings"):
+                parts = session.pop("parts")
+                segments = [_parse_segment(part, root, pages, titles, begun) for part in parts]
+                sessions.append(Session(segments=segments, **session))
+            found[name] = LearningPath(sessions=sessions, **entry)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{PATHS_FILE}: path {name!r}: {error}") from None
     return found
@@ -201,27 +192,26 @@ def read_paths(
 def _parse_segment(
     part: Any, root: Path, pages: dict[str, Page], titles: dict[str, str], begun: set[str]
 ) -> Segment:
-    """Return a part of a path; `begun`: pages whose beginning the path has read already."""
+    """Return a segment of a path; `begun`: pages whose beginning the path has read already."""
     part = {"page": part} if isinstance(part, str) else dict(part)
     name, wanted, numbers = part.pop("page"), part.pop("sections", None), part.pop("exercises", [])
     if part:
         raise ValueError(f"part {name!r}: {[*part]}: known are page, sections, exercises")
-    it = pages[name] = pages.get(name) or load_page(name, root)
-    there, taken = it.sections if wanted is None else [], []
-    for address in wanted or []:
-        sections = it.find_section_tree(address)
-        there = [*there, *sections]
-        taken.append((address, sections[0].title))
-    begins = taken[0][1] if taken and name in begun else ""
+    page = pages[name] = pages.get(name) or load_page(name, root)
+    counted, chosen = page.sections if wanted is None else [], []
+    for anchor in wanted or []:
+        sections = page.find_section_tree(anchor)
+        counted = [*counted, *sections]
+        chosen.append((anchor, sections[0].title))
+    first_section = chosen[0][1] if chosen and name in begun else ""
     if wanted and name not in begun:
-        there = [it.sections[0], *there]
+        counted = [page.sections[0], *counted]
     begun.add(name)
-    count = len(pace.get_exercise_weights(it.text))
+    count = len(pace.get_exercise_weights(page.text))
     if any(not 1 <= number <= count for number in numbers):
-        raise ValueError(f"page {name!r}: exercises {numbers}: it has {count}")
-    spent = round(sum(section.minutes for section in there))
-    solve = it.exercise_minutes(numbers)
-    return Segment(name, titles.get(name, it.title), taken, numbers, spent, solve, begins)
+        raise ValueError(f"page {name!r}: exercises={numbers}: must be between 1 and {count}")
+    read, solve = round(sum(s.minutes for s in counted)), page.estimate_exercise_minutes(numbers)
+    return Segment(name, titles.get(name, page.title), chosen, numbers, read, solve, first_section)
 
 
 def format_minutes(minutes: int) -> str:
@@ -230,72 +220,53 @@ def format_minutes(minutes: int) -> str:
     return " ".join([f"{hours} h"] * bool(hours) + [f"{left} min"] * bool(left or not hours))
 
 
-def format_table(way: LearningPath, project: bool) -> list[str]:
+def format_table(path: LearningPath, project: bool) -> list[str]:
     """Return a path's table; `project`: whether there is a page book/project.md."""
     lines = ["| when | read | minutes | exercises | minutes |", "|---|---|--:|---|--:|"]
-    if not any(sitting.name for sitting in way.sessions):
+    if not any(session.name for session in path.sessions):
         lines = ["| read | minutes | exercises | minutes |", "|---|--:|---|--:|"]
     named = lines[0].startswith("| when")
 
-    def row(when: str, *cells: object) -> str:
-        return "| " + " | ".join([when] * named + [str(cell) for cell in cells]) + " |"
+    def add_row(when: str, *cells: object) -> None:
+        lines.append("| " + " | ".join([when] * named + [str(cell) for cell in cells]) + " |")
 
-    for sitting in way.sessions:
-        when = f"**{sitting.name}**"
-        for piece in sitting.segments:
-            numbers = ", ".join(map(str, piece.exercises))
-            what = (
-                f"{_format_links(piece)}"
-                if piece.read_minutes
-                else f"[{piece.title}](../{piece.docname}.md)"
-            )
-            lines.append(
-                row(when, what, piece.read_minutes or "", numbers, piece.exercise_minutes or "")
-            )
+    for session in path.sessions:
+        when = f"**{session.name}**"
+        for segment in session.segments:
+            read, solve = segment.read_minutes, segment.exercise_minutes
+            link = _format_links(segment) if read else f"[{segment.title}](../{segment.docname}.md)"
+            add_row(when, link, read or "", ", ".join(map(str, segment.exercises)), solve or "")
             when = ""
-        if sitting.project and project:
-            work = f"[the project](project.md): `{sitting.project}.py`"
-            lines.append(row("", work, "", "", ""))
+        if session.project and project:
+            add_row("", f"[the project](project.md): `{session.project}.py`", "", "", "")
         if named:
-            whole = f"*together {format_minutes(sitting.read_minutes + sitting.exercise_minutes)}*"
-            lines.append(
-                row(
-                    "",
-                    whole,
-                    f"*{sitting.read_minutes}*",
-                    "",
-                    f"*{sitting.exercise_minutes or ''}*",
-                )
+            read, solve = session.read_minutes, session.exercise_minutes
+            add_row(
+                "",
+                f"*together {format_minutes(read + solve)}*",
+                f"*{read}*",
+                "",
+                f"*{solve or ''}*",
             )
-    read, solve = way.read_minutes, way.exercise_minutes
-    lines.append(
-        row("**all**", f"**{format_minutes(read + solve)}**", f"**{read}**", "", f"**{solve}**")
-    )
+    read, solve = path.read_minutes, path.exercise_minutes
+    add_row("**all**", f"**{format_minutes(read + solve)}**", f"**{read}**", "", f"**{solve}**")
     return lines
 
 
-def _format_links(piece: Segment) -> str:
-    home = "" if piece.docname.startswith("book/") else "../"
-    name = f"{home}{piece.docname.removeprefix('book/')}.md"
-    ends = [f"[{title}]({name}#{place})".replace("|", "\\|") for place, title in piece.sections]
-    return f"[{piece.title}]({name})" + (f": {'; '.join(ends)}" if ends else ", all of it")
+def _format_links(part: Segment) -> str:
+    home = "" if part.docname.startswith("book/") else "../"
+    name = f"{home}{part.docname.removeprefix('book/')}.md"
+    links = [f"[{title}]({name}#{anchor})".replace("|", "\\|") for anchor, title in part.sections]
+    return f"[{part.title}]({name})" + (f": {'; '.join(links)}" if links else ", all of it")
 
 
-def format_overview(ways: dict[str, LearningPath], lessons: dict[str, Page]) -> list[str]:
+def format_overview(learning_paths: Mapping, lessons: Mapping[str, Page]) -> list[str]:
     """Return the table of all paths, and of all lessons together."""
-    lines = [
-        "| path | for whom | to read | exercises | after it you can |",
-        "|---|---|--:|--:|---|",
-    ]
-    for way in ways.values():
-        title = f"[{way.title}](path_{way.path}.md)"
-        cells = [
-            title,
-            way.whom,
-            format_minutes(way.read_minutes),
-            format_minutes(way.exercise_minutes),
-            way.able,
-        ]
+    lines = ["| path | for whom | to read | exercises | after it you can |"]
+    lines += ["|---|---|--:|--:|---|"]
+    for path in learning_paths.values():
+        read, solve = format_minutes(path.read_minutes), format_minutes(path.exercise_minutes)
+        cells = [f"[{path.title}](path_{path.path}.md)", path.whom, read, solve, path.able]
         lines.append(f"| {' | '.join(cells)} |")
     read = format_minutes(sum(page.read_minutes for page in lessons.values()))
     solve = format_minutes(sum(page.minutes for page in lessons.values()))
@@ -306,13 +277,13 @@ def format_overview(ways: dict[str, LearningPath], lessons: dict[str, Page]) -> 
 
 
 def list_next_segments(
-    ways: dict[str, LearningPath], docname: str
+    learning_paths: Mapping[str, LearningPath], docname: str
 ) -> Iterator[tuple[LearningPath, Session, Segment | None]]:
     """Yield for each path through a page: the path, the session in which it leaves the page,
-    and the next piece (None at the path's end).
+    and the next segment (None at the path's end).
     """
-    for way in ways.values():
-        steps = way.segments
-        for (sitting, piece), after in zip(steps, [*steps[1:], None], strict=True):
-            if piece.docname == docname and (not after or after[1].docname != docname):
-                yield way, sitting, after[1] if after else None
+    for path in learning_paths.values():
+        steps = path.segments
+        for (session, segment), after in zip(steps, [*steps[1:], None], strict=True):
+            if segment.docname == docname and (not after or after[1].docname != docname):
+                yield path, session, after[1] if after else None

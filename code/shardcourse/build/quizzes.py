@@ -37,9 +37,8 @@ def _read_cached(path: Path, _changed_at: int) -> dict[str, Any]:
     for name, quiz in quizzes.items():
         for one in quiz["questions"]:
             if sum(choice.get("right", False) for choice in one["choices"]) != 1:
-                raise ValueError(
-                    f"{QUIZZES_FILE}: {name}: {one['ask']!r}: allowed is one right choice"
-                )
+                place = f"{QUIZZES_FILE}: {name}: {one['ask']!r}"
+                raise ValueError(f"{place}: must have exactly one choice with right: true")
     return quizzes
 
 

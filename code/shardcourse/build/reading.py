@@ -24,7 +24,7 @@ from .kernel import KERNELSPEC
 from .key import get_source_path, has_cells, load_notebook
 
 if TYPE_CHECKING:
-    import nbformat
+    from nbformat import NotebookNode
 
 _MARK = re.compile(  # start or end of an exercise or a solution, or a section's heading
     r"^```\{(exercise|solution)-(start|end)\}[ \t]*(.*)\n(?::.*\n)*```[ \t]*(?:\n|\Z)|^## +(.*)$",
@@ -53,10 +53,10 @@ class Part(NamedTuple):
     place: str  # "lesson", "between" the exercises, "exercise" or "solution"
     kind: str  # "markdown", "code", or the "title" of a section, an exercise or a solution
     text: str
-    cell: nbformat.NotebookNode | None = None  # for code
+    cell: NotebookNode | None = None  # for code
 
 
-def split_parts(book: nbformat.NotebookNode) -> Iterator[Part]:
+def split_parts(book: NotebookNode) -> Iterator[Part]:
     """Yield the page in order; exercises, solutions and sections begin new text parts."""
     place = outside = "lesson"
     for cell in book.cells:
@@ -99,12 +99,12 @@ class MarkdownWriter:
     ):
         self.folder, self.root = get_source_path(name, root).parent, root
         self.papers = root / "book/references.bib"
-        self.labels = set(
-            re.findall(r"(?m)^\(([\w-]+)\)=$", get_source_path(name, root).read_text("utf-8"))
-        )
+        text = get_source_path(name, root).read_text("utf-8")
+        self.labels = set(re.findall(r"(?m)^\(([\w-]+)\)=$", text))
         self.beside = beside
-        stays = str if beside else lambda path: embed_picture(self.folder / path)
-        self.picture = picture or stays
+        self.picture = picture or (
+            str if beside else lambda path: embed_picture(self.folder / path)
+        )
 
     def convert_text(self, text: str) -> str:
         """Convert MyST to Markdown. Raises ValueError for a directive that has no plain form."""
@@ -122,10 +122,8 @@ class MarkdownWriter:
                 if line.startswith(ticks) and not line.strip(ticks[0]).strip():
                     break
                 body.append(line)
-            done += [
-                self._convert_prose(prose),
-                self._convert_directive(ticks, name, title.strip(), body),
-            ]
+            box = self._convert_directive(ticks, name, title.strip(), body)
+            done += [self._convert_prose(prose), box]
             prose = []
         return "\n".join(filter(None, [*done, self._convert_prose(prose)]))
 
@@ -157,7 +155,7 @@ class MarkdownWriter:
         if name == "step-through":
             return f"**{title}**\n\n{text}"
         if name not in _BOXES:
-            raise ValueError(f"the directive {{{name}}} has no plain form: see record/reading.py")
+            raise ValueError(f"{{{name}}}: no plain form; add it to shardcourse/build/reading.py")
         title = self._convert_prose([title or name.capitalize()])
         kinds = [name, *options.get("class", "").split()]
         if "dropdown" in kinds:
@@ -173,9 +171,8 @@ class MarkdownWriter:
             return f'<a id="{found["label"]}"></a>\n\n'
         if role in ("cite", "cite:p", "cite:t"):
             form = "{} ({})" if role == "cite:t" else "{}, {}"
-            words = "; ".join(
-                format_citation(self.papers, key.strip(), form) for key in said.split(",")
-            )
+            keys = map(str.strip, said.split(","))
+            words = "; ".join(format_citation(self.papers, key, form) for key in keys)
             return words if role == "cite:t" else f"({words})"
         if role:
             return f"${said}$" if role == "math" else re.sub(r"\s*<[^>]*>$", "", said)
@@ -240,11 +237,11 @@ def format_citation(path: Path, key: str, form: str) -> str:
 def export_notebook(
     name: str,
     root: Path,
-    book: nbformat.NotebookNode | None = None,
+    book: NotebookNode | None = None,
     beside: bool = False,
     picture: Callable[[str], str] | None = None,
     needs: str = "",
-) -> nbformat.NotebookNode:
+) -> NotebookNode:
     """Return the page `name` (see `key`) as a notebook to read and to run.
 
     book: the page as a notebook with the outputs to show; without outputs if None.
@@ -265,14 +262,12 @@ def export_notebook(
     return make_notebook(cells)
 
 
-def convert_cells(
-    book: nbformat.NotebookNode, writer: MarkdownWriter
-) -> list[tuple[str, nbformat.NotebookNode]]:
+def convert_cells(book: NotebookNode, writer: MarkdownWriter) -> list[tuple[str, NotebookNode]]:
     """Return the cells of a page to read and to run, each with its place (see `Part`)."""
     import nbformat
 
     new = nbformat.v4
-    cells: list[tuple[str, nbformat.NotebookNode]] = []
+    cells: list[tuple[str, NotebookNode]] = []
     number, title, begins = 0, "", False
     for place, kind, text, cell in split_parts(book):
         if kind == "title":
@@ -315,7 +310,7 @@ def list_extras(code: str) -> str:
     return f"[{wanted}]" if wanted else ""
 
 
-def make_notebook(cells: list[nbformat.NotebookNode]) -> nbformat.NotebookNode:
+def make_notebook(cells: list[NotebookNode]) -> NotebookNode:
     """Return a notebook of `cells`, with ids that do not change from run to run."""
     import nbformat
 

@@ -49,7 +49,8 @@ def adapt_page(app: Sphinx, doctree: nodes.document) -> None:
     for raw in doctree.findall(nodes.raw):
         if found := _SAVED.search(raw.astext()):
             text = base64.b64decode(found[1]).decode()
-            page = render_batch_file(cluster.adapt_batch_file(text, use_launcher=False), found[2], cluster.name)
+            text = cluster.adapt_batch_file(text, use_launcher=False)
+            page = render_batch_file(text, found[2], cluster.name)
             raw.replace_self(nodes.raw(page, page, **raw.attributes))
             changed = True
     if changed:

@@ -131,11 +131,12 @@ def _main(chosen: argparse.Namespace) -> int:
     limit = float("inf") if chosen.limit is None else options.parse_whole("limit", chosen.limit)
     deadline = time.monotonic() + limit
     topics = select_topics(chosen.lesson, root)
-    out = root / WORK_FOLDER if chosen.out is None else options.make_folder("out", chosen.out).resolve()
+    folder = root / WORK_FOLDER
+    out = folder if chosen.out is None else options.make_folder("out", chosen.out).resolve()
     facts = _collect_gpu_facts(root)
     device = facts["device"]
     print(f"{device['count']} × {device['name']}, driver {device['driver']}", flush=True)
-    logs = root / WORK_FOLDER / "logs"
+    logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     steps = plan(root, topics, not chosen.lesson, device["count"])
     results = {step.name: "left" for step in steps}

@@ -62,7 +62,7 @@ class ExecutionLock:
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_PAGES)
 
     @asynccontextmanager
-    async def turn(self, alone: bool) -> AsyncIterator[None]:
+    async def hold_lock(self, alone: bool) -> AsyncIterator[None]:
         """Hold the lock in the block: shared, or exclusively with `alone`."""
         wanted = MAX_CONCURRENT_PAGES if alone else 1
         async with self._queue:

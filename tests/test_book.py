@@ -187,7 +187,7 @@ def test_site_holds_no_example_address_and_no_dead_weight(site):
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
+def small_book(tmp_path_factory):
     """Return the small book, built without and then with a repository's address."""
     book = Book(tmp_path_factory.mktemp("book"))
     source = (
@@ -203,13 +203,13 @@ def small(tmp_path_factory):
     return book
 
 
-def test_small_book_is_sound(small):
-    assert find_foreign_loads(small.root / "_build/html") == []
-    assert dead_links(small.root / "_build/html") == []
+def test_small_book_is_sound(small_book):
+    assert find_foreign_loads(small_book.root / "_build/html") == []
+    assert dead_links(small_book.root / "_build/html") == []
 
 
-def test_pictures_stand_in_the_page(small):
-    page = small.read_page()
+def test_pictures_stand_in_the_page(small_book):
+    page = small_book.read_page()
     assert '<svg xmlns="http://www.w3.org/2000/svg" viewbox="0 0 4 2" role="img" ' in page
     assert 'aria-label="Two boxes"' in page
     assert '<g id="svg0-box">' in page
@@ -217,20 +217,20 @@ def test_pictures_stand_in_the_page(small):
     assert "currentColor" in page
 
 
-def test_links_to_code_lead_to_its_page(small):
-    assert 'href="../code/shardlab/first.html#L4"' in small.read_page()  # from an output
+def test_links_to_code_lead_to_its_page(small_book):
+    assert 'href="../code/shardlab/first.html#L4"' in small_book.read_page()  # from an output
     assert re.search(
-        r'href="\.\./code/shardlab/first\.html"[^>]*><span[^>]*>the code', small.read_page()
+        r'href="\.\./code/shardlab/first\.html"[^>]*><span[^>]*>the code', small_book.read_page()
     )
-    assert '<span id="L4">' in small.read_page("code/shardlab/first")
+    assert '<span id="L4">' in small_book.read_page("code/shardlab/first")
 
 
-def test_buttons_need_a_repository(small):
+def test_buttons_need_a_repository(small_book):
     words = ("mybinder.org", "colab.research.google.com", "Suggest edit", "/edit/main/")
     words += ("Report a number",)
-    assert not any(word in small.read_page() for word in words)
+    assert not any(word in small_book.read_page() for word in words)
     with_address = Book.__new__(Book)
-    with_address.root, with_address.log = small.root, ""
+    with_address.root, with_address.log = small_book.root, ""
     address = "https://github.com/some-owner/some-name"
     with_address.build_checked(BOOK_REPOSITORY=address, BOOK_BRANCH="trunk")
     assert with_address.executed_lessons == []
@@ -240,15 +240,15 @@ def test_buttons_need_a_repository(small):
     assert "mybinder.org/v2/gh/some-owner/some-name/trunk?urlpath=lab%2Ftree%2Flab" in page
     assert "github/some-owner/some-name/blob/notebooks/small.ipynb" in page
     assert f'href="{address}/blob/trunk/code/shardlab/first.py#L4"' in page
-    assert find_foreign_loads(small.root / "_build/html") == []
+    assert find_foreign_loads(small_book.root / "_build/html") == []
 
 
-def test_address_that_is_none_is_refused(small):
-    assert small.build(BOOK_REPOSITORY="github.com/x") != 0
-    assert "BOOK_REPOSITORY='github.com/x': allowed is an address like" in small.log
+def test_address_that_is_none_is_refused(small_book):
+    assert small_book.build(BOOK_REPOSITORY="github.com/x") != 0
+    assert "BOOK_REPOSITORY='github.com/x': allowed is an address like" in small_book.log
 
 
-def test_changed_style_sheet_is_copied(small):
-    small.write("book/static/course.css", "p { color: red }\n")
-    small.build_checked()
-    assert (small.root / "_build/html/_static/course.css").read_text() == "p { color: red }\n"
+def test_changed_style_sheet_is_copied(small_book):
+    small_book.write("book/static/course.css", "p { color: red }\n")
+    small_book.build_checked()
+    assert (small_book.root / "_build/html/_static/course.css").read_text() == "p { color: red }\n"

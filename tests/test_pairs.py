@@ -42,7 +42,7 @@ def test_scripts_run_without_jupyter(root, tmp_path, request):
         pytest.skip("every lesson takes a minute: --whole")
     environment = without_jupyter(tmp_path) | {"OMP_NUM_THREADS": "1"}
 
-    def run(topic):
+    def run_script(topic):
         return subprocess.run(
             [sys.executable, "-c", AS_MAIN, root / "code/lessons" / f"{topic}.py"],
             cwd=tmp_path,
@@ -53,7 +53,7 @@ def test_scripts_run_without_jupyter(root, tmp_path, request):
 
     topics = build.list_lessons(root)
     with ThreadPoolExecutor(2) as pool:
-        for topic, done in zip(topics, pool.map(run, topics), strict=True):
+        for topic, done in zip(topics, pool.map(run_script, topics), strict=True):
             assert done.returncode == 0, topic + done.stdout[-2000:] + done.stderr[-2000:]
 
 

@@ -227,12 +227,12 @@ def test_what_lessons_import_is_declared(root):
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
 
-    def names(listed: list[str]) -> set[str]:
+    def list_names(listed: list[str]) -> set[str]:
         plain = (re.split(r"[<>=]", entry)[0] for entry in listed)
         return {{"pyyaml": "yaml"}.get(name, name.replace("-", "_")) for name in plain}
 
-    press = names(extras.pop("record"))
-    allowed = names([*project["dependencies"], *sum(extras.values(), [])]) | ELSEWHERE
+    press = list_names(extras.pop("record"))
+    allowed = list_names([*project["dependencies"], *sum(extras.values(), [])]) | ELSEWHERE
     for path in (root / "code").rglob("*.py"):
         build = root / "code/shardcourse/build" in path.parents
         assert list_imports(path) <= allowed | (press if build else set()), path

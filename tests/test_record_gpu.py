@@ -34,7 +34,7 @@ def test_it_adds():
 
 
 @pytest.fixture
-def pretended():
+def make_environment():
     """Return a function: number of pretended GPUs -> environment."""
     return lambda gpus: lessons.environment(gpus, REHEARSE_FORK="1")  # forked ranks start quickly
 
@@ -70,12 +70,12 @@ def course(tmp_path):
 
 
 @pytest.fixture
-def gpu(course, pretended):
+def run_gpu(course, make_environment):
     """Return a function that runs the command, in a Python without Sphinx and pytest's plugins."""
-    environment = pretended(1) | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = make_environment(1) | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environment["PYTHONPATH"] += f"{os.pathsep}{course.root.parent / 'absent'}"
 
-    def run(*options):
+    def run_gpu(*options):
         done = subprocess.run(
             [sys.executable, "-m", "shardlab", "gpu", *options],
             cwd=course.root,
@@ -86,7 +86,7 @@ def gpu(course, pretended):
         )
         return done.returncode, done.stdout
 
-    return run
+    return run_gpu
 
 
 # --- On the pretended GPU ---------------------------------------------------------------------
@@ -95,17 +95,17 @@ def gpu(course, pretended):
 @pytest.mark.weekly("three calls of make gpu")
 @rehearsed
 @pytest.mark.timeout(600)  # a minute when the machine is quiet
-def test_from_a_call_without_time_to_what_is_carried_home(course, tmp_path, no_leftovers, gpu):
-    status, said = gpu("fine", "--limit", "1")
+def test_from_a_call_without_time_to_what_is_carried_home(course, tmp_path, no_leftovers, run_gpu):
+    status, said = run_gpu("fine", "--limit", "1")
     assert status == 3 and re.search(r"\blesson_fine +left", said), said
-    status, said = gpu("fine")
+    status, said = run_gpu("fine")
     assert status == 0 and "lesson_fine … passed" in said, said
 
     # The next call continues on another machine, with the files that the first one had packed.
     (course.root / "book/recorded/fine.ipynb").unlink()
     unpack = [sys.executable, "-m", "zipfile", "-e", "_build/gpu/gpu.zip", "."]
     subprocess.run(unpack, cwd=course.root, check=True)
-    status, said = gpu("--out", "carried")
+    status, said = run_gpu("--out", "carried")
     assert status == 1, said
     for name, result in {
         "tests": "passed",
@@ -146,13 +146,13 @@ def test_without_a_gpu_nothing_is_begun(course):
 
 @pytest.mark.weekly("drives of the rehearsal go the same ways each day")
 @rehearsed
-def test_the_tests_for_a_gpu_pass_on_pretended_ones(pretended):
+def test_the_tests_for_a_gpu_pass_on_pretended_ones(make_environment):
     # The rows of the contract are drives of the rehearsal (test_rehearsal).
     options = ["-p", "no:cacheprovider", "-q", "-k", "not trains_as_one_process"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "tests/test_gpu.py"],
         cwd=show.ROOT,
-        env=pretended(2),
+        env=make_environment(2),
         capture_output=True,
         text=True,
     )

@@ -26,7 +26,7 @@ NODE = 18
 
 
 @pytest.fixture(scope="module")
-def lighthouse(request, chromium) -> Path:
+def lighthouse_path(request, chromium) -> Path:
     """Return Lighthouse's program; skip the test without npm, Node.js or a network to fetch it."""
     node, npm = shutil.which("node"), shutil.which("npm")
     if not node or not npm:
@@ -73,10 +73,10 @@ def get_score(report: dict, category: str) -> float:
 def find_longest_lesson(site: Path) -> str:
     """Return the lesson with the most words."""
 
-    def words(path: Path) -> int:
+    def count_words(path: Path) -> int:
         return len(re.sub(r"<[^>]+>", " ", path.read_text("utf-8")).split())
 
-    return f"lessons/{max(site.glob('lessons/*.html'), key=words).name}"
+    return f"lessons/{max(site.glob('lessons/*.html'), key=count_words).name}"
 
 
 @pytest.mark.alone
@@ -91,9 +91,9 @@ def find_longest_lesson(site: Path) -> str:
         ),
     ],
 )
-def test_lighthouse(lighthouse, chromium, address, site, which):
+def test_lighthouse(lighthouse_path, chromium, address, site, which):
     page = "book/index.html" if which == "landing page" else find_longest_lesson(site)
-    report = run_lighthouse(lighthouse, chromium, address + page)
+    report = run_lighthouse(lighthouse_path, chromium, address + page)
     assert "runtimeError" not in report, report["runtimeError"]
     audits = report["audits"]
     for category in ("accessibility", "best-practices", "seo"):
@@ -110,7 +110,9 @@ def test_lighthouse(lighthouse, chromium, address, site, which):
     if speed[0] < FAST:
         only = "--only-categories=performance"
         speed += [
-            get_score(run_lighthouse(lighthouse, chromium, address + page, only), "performance")
+            get_score(
+                run_lighthouse(lighthouse_path, chromium, address + page, only), "performance"
+            )
             for _ in range(2)
         ]
     assert max(speed) >= FAST_ENOUGH, f"{page}: {speed}"

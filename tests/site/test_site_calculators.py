@@ -34,16 +34,16 @@ def compute_answer(kind: str, given: dict) -> dict:
 
 
 @pytest.fixture(scope="module")
-def opened(browser, address):
-    """Return a function that opens a calculator, `opened("memory")`, in the same tab each time."""
+def open_calculator(browser, address):
+    """Return a function that opens a calculator by name, in the same tab each time."""
     tabs: dict[str, Visit] = {}
 
-    def opened(kind: str):
+    def open_calculator(kind: str):
         if kind not in tabs:
             tabs[kind] = Visit(browser, address).open_page(f"lessons/{KINDS[kind]}.html")
         return tabs[kind], tabs[kind].page.locator(f'form.calculator[data-kind="{kind}"]')
 
-    yield opened
+    yield open_calculator
     for tab in tabs.values():
         tab.close()
 
@@ -79,8 +79,8 @@ def press_calculate(form) -> list[list[str]]:
         ("strategy", {"model": "llama-3-8b", "gpu": "a100-40", "gpus": "8", "tokens": "1e12"}),
     ],
 )
-def test_a_table_is_that_of_python(opened, kind, given):
-    seen, form = opened(kind)
+def test_a_table_is_that_of_python(open_calculator, kind, given):
+    seen, form = open_calculator(kind)
     fill_all(form, given)
     wanted = compute_answer(kind, {k: True if v == "yes" else v for k, v in given.items()})
     assert press_calculate(form) == wanted["rows"]
@@ -96,8 +96,8 @@ def test_a_table_is_that_of_python(opened, kind, given):
         {"name": "zb-h1", "stages": "3", "microbatches": "5", "forward": "1,1.5,1"},
     ],
 )
-def test_a_schedule_is_that_of_python_and_drawn(opened, given):
-    seen, form = opened("schedule")
+def test_a_schedule_is_that_of_python_and_drawn(open_calculator, given):
+    seen, form = open_calculator("schedule")
     fill_all(form, given)
     wanted = compute_answer("schedule", given)
     assert press_calculate(form) == wanted["rows"]
@@ -111,7 +111,7 @@ def test_a_schedule_is_that_of_python_and_drawn(opened, given):
     assert seen.wrong == []
 
 
-def test_answers_are_those_of_python(opened):
+def test_answers_are_those_of_python(open_calculator):
     """Ask the browser's Python thirty questions, valid and invalid ones."""
     chance = random.Random(16)
     pick = chance.choice
@@ -126,7 +126,7 @@ def test_answers_are_those_of_python(opened):
         given = {"name": name, "stages": pick("1234"), "microbatches": pick("01358")}
         given |= {"forward": pick(["1", "0.37", "1,2"]), "hop": pick(["0", "0.1", "-1"])}
         questions.append(("schedule", given))
-    _, form = opened("memory")
+    _, form = open_calculator("memory")
     press_calculate(form)  # loads Python
     found = form.page.evaluate(
         """async (questions) => {
@@ -171,8 +171,8 @@ def test_nothing_is_loaded_until_it_is_asked_for(visit, address):
     assert seen.wrong == []
 
 
-def test_keys_are_enough_and_what_comes_is_read_out(opened):
-    seen, form = opened("schedule")
+def test_keys_are_enough_and_what_comes_is_read_out(open_calculator):
+    seen, form = open_calculator("schedule")
     page = seen.page
     assert form.evaluate("e => e.ariaLabel") and form.get_by_role("status").count() == 1
     form.get_by_role("textbox", name="micro-batches").focus()
@@ -194,8 +194,8 @@ def test_keys_are_enough_and_what_comes_is_read_out(opened):
         assert field.evaluate("e => e.labels.length === 1 && e.labels[0].innerText.length > 3")
 
 
-def test_a_bad_value_gets_one_line_and_the_focus(opened):
-    seen, form = opened("memory")
+def test_a_bad_value_gets_one_line_and_the_focus(open_calculator):
+    seen, form = open_calculator("memory")
     wrong = form.get_by_role("alert")
     for field, value in (("dp", "0"), ("batch", "many"), ("tp", "5")):
         before = form.locator(f'[data-name="{field}"]').input_value()
@@ -214,8 +214,8 @@ def test_a_bad_value_gets_one_line_and_the_focus(opened):
     assert seen.wrong == []
 
 
-def test_what_takes_too_long_can_be_stopped(opened):
-    seen, form = opened("schedule")
+def test_what_takes_too_long_can_be_stopped(open_calculator):
+    seen, form = open_calculator("schedule")
     fill_all(form, {"name": "1f1b", "stages": "64", "microbatches": "1500"})
     form.get_by_role("button", name="Calculate").click()
     stop = form.get_by_role("button", name="Stop")
@@ -233,8 +233,8 @@ def test_what_takes_too_long_can_be_stopped(opened):
     ("kind", "field", "scheme"),
     [("memory", "dp", "light"), ("schedule", "stages", "light"), ("strategy", "gpus", "dark")],
 )
-def test_it_fits_a_phone_and_nothing_is_against_it(opened, kind, field, scheme):
-    seen, form = opened(kind)
+def test_it_fits_a_phone_and_nothing_is_against_it(open_calculator, kind, field, scheme):
+    seen, form = open_calculator(kind)
     page = seen.page
     page.set_viewport_size({"width": 390, "height": 800})
     page.emulate_media(color_scheme=scheme)
@@ -262,8 +262,8 @@ def test_without_a_script_it_says_what_to_type(visit, kind):
     assert form.get_by_role("button").count() == 0
 
 
-def test_on_paper_there_is_a_command_and_what_was_calculated(opened):
-    seen, form = opened("memory")
+def test_on_paper_there_is_a_command_and_what_was_calculated(open_calculator):
+    seen, form = open_calculator("memory")
     fill_all(form, {"model": "llama-3-8b"})
     press_calculate(form)
     seen.page.emulate_media(media="print")

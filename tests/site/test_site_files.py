@@ -7,7 +7,7 @@ from visiting import Visit
 
 
 @pytest.fixture
-def offline(browser, site):
+def offline_tab(browser, site):
     """Return a tab that can load only files."""
     tab = Visit(browser, f"{site.as_uri()}/", offline=True)
     yield tab
@@ -15,23 +15,23 @@ def offline(browser, site):
 
 
 @pytest.mark.parametrize("name", ["index", "lessons/gemm", "book/setup"])
-def test_pages_open_from_a_disk(offline, name):
-    offline.open_page(f"{name}.html")
-    assert offline.page.locator(".bd-sidebar-primary").first.is_visible()
-    assert offline.wrong == []
+def test_pages_open_from_a_disk(offline_tab, name):
+    offline_tab.open_page(f"{name}.html")
+    assert offline_tab.page.locator(".bd-sidebar-primary").first.is_visible()
+    assert offline_tab.wrong == []
 
 
-def test_calculators_calculate_from_a_disk(offline):
-    offline.open_page("lessons/pipeline.html")
-    form = offline.page.locator("form.calculator")
+def test_calculators_calculate_from_a_disk(offline_tab):
+    offline_tab.open_page("lessons/pipeline.html")
+    form = offline_tab.page.locator("form.calculator")
     form.get_by_role("button", name="Calculate").click()
     form.get_by_role("table").wait_for(timeout=60_000)
-    assert offline.wrong == []
+    assert offline_tab.wrong == []
 
 
-def test_search_finds_from_a_disk(offline):
-    offline.open_page("search.html?q=reduce-scatter")
-    results = offline.page.locator("ol.search li a")
+def test_search_finds_from_a_disk(offline_tab):
+    offline_tab.open_page("search.html?q=reduce-scatter")
+    results = offline_tab.page.locator("ol.search li a")
     results.first.wait_for()
     assert results.count() >= 3
-    assert offline.wrong == []
+    assert offline_tab.wrong == []

@@ -88,19 +88,19 @@ def test_a_lesson_is_read_answered_interrupted_and_started_again(page: Page, tmp
     assert folded.count() == 2 and "# Solution to exercise 1" in folded.nth(1).inner_text()
     assert "2 * 3 / 4" not in shown.inner_text()  # the solution's number
 
-    def do(command: str) -> None:
+    def execute_command(command: str) -> None:
         page.evaluate("name => void jupyterapp.commands.execute(name)", command)
 
     page.wait_for_function(
         "() => jupyterapp.shell.currentWidget.sessionContext.session?.kernel?.status === 'idle'"
     )
     for _ in ("a fresh kernel", "one that was started again"):
-        do("notebook:run-all-cells")
+        execute_command("notebook:run-all-cells")
         met = [tmp_path / "rank0", tmp_path / "rank1"]
         wait_until(lambda: all(path.exists() for path in met))  # noqa: B023
         for path in met:
             path.unlink()
-        do("notebook:interrupt-kernel")
+        execute_command("notebook:interrupt-kernel")
         wait_until(lambda: "KeyboardInterrupt" in page.evaluate(OUTPUTS)[3])  # it comes last
         _, asked, solved, waited = page.evaluate(OUTPUTS)
         assert asked and solved and asked != solved  # two verdicts of the check
@@ -108,11 +108,11 @@ def test_a_lesson_is_read_answered_interrupted_and_started_again(page: Page, tmp
         said = page.locator(".jp-RenderedText[data-mime-type$=stderr]").last
         wait_until(lambda: len(said.inner_text().strip().splitlines()) == 3)  # noqa: B023
         page.evaluate("() => jupyterapp.shell.currentWidget.sessionContext.restartKernel()")
-        do("notebook:clear-all-cell-outputs")
+        execute_command("notebook:clear-all-cell-outputs")
 
-    def unfolded() -> bool:
+    def has_unfolded() -> bool:
         if folded.count() == 2:  # still: a click is lost while JupyterLab moves its cells
             folded.nth(1).click()
         return "2 * 3 / 4" in shown.inner_text()
 
-    wait_until(unfolded)
+    wait_until(has_unfolded)

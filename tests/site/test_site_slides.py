@@ -73,15 +73,15 @@ SPREAD = """() => {
 
 
 @pytest.fixture
-def opened(visit):
-    """Return a function that opens a deck of the site: `opened("zero", scheme="dark")`."""
+def open_deck(visit):
+    """Return a function that opens a deck of the site: `open_deck("zero", scheme="dark")`."""
 
-    def opened(topic: str, **options) -> Visit:
+    def open_deck(topic: str, **options) -> Visit:
         seen = visit(f"slides/{topic}.html", height=720, reduced_motion="reduce", **options)
         seen.page.evaluate(READY)
         return seen
 
-    return opened
+    return open_deck
 
 
 def split_slides(site, topic: str) -> list[str]:
@@ -128,20 +128,20 @@ def test_a_deck_s_minutes_are_the_lesson_s(site, topic, request):
 
 
 @pytest.mark.parametrize("topic", TOPICS)
-def test_slides_fit_and_can_be_read_from_afar(opened, topic, request):
+def test_slides_fit_and_can_be_read_from_afar(open_deck, topic, request):
     if topic not in DAILY and not request.config.getoption("--whole"):
         pytest.skip("three decks a day, all of them with --whole")
-    seen = opened(topic)
+    seen = open_deck(topic)
     assert seen.page.evaluate(LOOK) == []
     assert seen.wrong == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("topic", TOPICS)
-def test_a_deck_meets_wcag(opened, topic, scheme, request):
+def test_a_deck_meets_wcag(open_deck, topic, scheme, request):
     if topic != "zero" and not request.config.getoption("--whole"):
         pytest.skip("one deck a day, all of them with --whole")
-    page: Page = opened(topic, scheme=scheme).page
+    page: Page = open_deck(topic, scheme=scheme).page
     assert page.evaluate("document.documentElement.dataset.theme") == scheme
     assert find_violations(page) == []
     page.evaluate(SPREAD)
@@ -165,8 +165,8 @@ def test_notes_open_as_files_without_a_network(browser, site):
         tab.close()
 
 
-def test_a_deck_of_a_path_has_its_slides_alone(opened, address):
-    page = opened("zero").page
+def test_a_deck_of_a_path_has_its_slides_alone(open_deck, address):
+    page = open_deck("zero").page
     whole = page.evaluate("Reveal.getTotalSlides()")
     for path, wanted in (("one_day", range(4, whole)), ("nowhere", [whole])):
         page.goto(f"{address}slides/zero.html?path={path}", wait_until="load")
@@ -174,8 +174,8 @@ def test_a_deck_of_a_path_has_its_slides_alone(opened, address):
         assert page.evaluate("Reveal.getTotalSlides()") in wanted
 
 
-def test_a_deck_prints(opened, address):
-    page = opened("zero").page
+def test_a_deck_prints(open_deck, address):
+    page = open_deck("zero").page
     for query, more in (("print-pdf", 0), ("print-pdf&notes", 20)):
         page.goto(f"{address}slides/zero.html?{query}", wait_until="load")
         page.evaluate(READY)

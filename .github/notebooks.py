@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "code"))
 
 from shardcourse.build import list_lessons  # noqa: E402
-from shardcourse.build.reading import export_notebook, make_notebook  # noqa: E402
+from shardcourse.build.notebook_export import export_notebook, make_notebook  # noqa: E402
 
 FETCH = """\
 import os, subprocess, sys

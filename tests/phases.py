@@ -25,7 +25,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardcourse.build import child
+from shardcourse.build import child_process
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORTS = ROOT / "_build/tests"
@@ -48,7 +48,7 @@ def run_program(command: list[str], environment: dict[str, str]) -> int:
     """Run a program; return its exit status. An interrupt ends all that it has started."""
     if INTERACTIVE & {*command}:
         return subprocess.run(command, cwd=ROOT, env=environment).returncode
-    return child.run_with_time_limit(
+    return child_process.run_with_time_limit(
         command, None, None, None, ROOT, environment, cleanup_seconds=0
     )
 

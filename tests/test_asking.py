@@ -7,7 +7,7 @@ import re
 import pytest
 
 from shardcourse import build
-from shardcourse.build import pace, quizzes
+from shardcourse.build import quizzes, reading_time
 from shardlab.common import show
 
 ROOT = show.ROOT
@@ -18,7 +18,7 @@ FILES += sorted(ROOT.glob("book/*.md"))
 def slugs(page):
     """Return the anchors of a page's headings, as MyST makes them."""
     text = re.sub(r"(?ms)^```.*?^```", "", (ROOT / page).read_text("utf-8"))
-    return {pace.make_anchor(heading) for heading in re.findall(r"(?m)^##+ (.+)$", text)}
+    return {reading_time.make_anchor(heading) for heading in re.findall(r"(?m)^##+ (.+)$", text)}
 
 
 def test_what_a_quiz_explains_leads_to_a_section():

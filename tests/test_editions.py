@@ -11,7 +11,7 @@ import pytest
 
 from shardcourse import build
 from shardcourse.build.exercises import make_exercise_notebook
-from shardcourse.build.reading import split_parts
+from shardcourse.build.notebook_export import split_parts
 from shardlab.common import show
 
 TOPICS = build.list_lessons(show.ROOT)

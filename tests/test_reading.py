@@ -14,7 +14,7 @@ from throwaway import HEADER
 
 from shardcourse import build
 from shardcourse.build import lab
-from shardcourse.build.reading import export_notebook
+from shardcourse.build.notebook_export import export_notebook
 from shardlab.common import PACKAGES
 
 CELL = "```{code-cell} ipython3\n:tags: [hide-input]\n\n# Sets up\nx = 1\n```\n"
@@ -231,11 +231,11 @@ def test_what_lessons_import_is_declared(root):
         plain = (re.split(r"[<>=]", entry)[0] for entry in listed)
         return {{"pyyaml": "yaml"}.get(name, name.replace("-", "_")) for name in plain}
 
-    press = list_names(extras.pop("record"))
+    record_packages = list_names(extras.pop("record"))
     allowed = list_names([*project["dependencies"], *sum(extras.values(), [])]) | ELSEWHERE
     for path in (root / "code").rglob("*.py"):
         build = root / "code/shardcourse/build" in path.parents
-        assert list_imports(path) <= allowed | (press if build else set()), path
+        assert list_imports(path) <= allowed | (record_packages if build else set()), path
 
 
 def test_no_page_reads_what_only_the_course_has(root):

@@ -16,7 +16,7 @@ from rehearsal import lessons
 from throwaway import HEADER, Book
 
 from shardcourse import build
-from shardcourse.build import child
+from shardcourse.build import child_process
 from shardcourse.build import gpu as command
 from shardlab.common import show
 
@@ -179,7 +179,7 @@ def test_a_program_at_its_limit_is_ended_with_all_that_it_started(tmp_path, no_l
     )
     log = tmp_path / "log"
     given = [sys.executable, "-c", code], log, log, 2.0, tmp_path, dict(os.environ)
-    assert child.run_with_time_limit(*given, cleanup_seconds=1.0) is None
+    assert child_process.run_with_time_limit(*given, cleanup_seconds=1.0) is None
     assert len(pids.read_text().split()) == 2
     assert all(is_dead(int(pid)) for pid in pids.read_text().split())
 

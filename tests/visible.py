@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardcourse.build.pace import (
+from shardcourse.build.reading_time import (
     collect_imports,
     iter_shown_lines,
     list_lesson_parts,

@@ -23,7 +23,7 @@ from html import escape
 
 from bs4 import BeautifulSoup, Tag
 
-from shardcourse.build import pace
+from shardcourse.build import reading_time
 
 MIN_SLIDES, MAX_SLIDES = 12, 25  # number of slides in a deck
 MAX_SLIDES_PER_SECTION = 3
@@ -53,7 +53,7 @@ class Block:
     @property
     def seconds(self) -> float:
         """Seconds to read the block."""
-        return 60 * pace.estimate_minutes(self.words, self.lines)
+        return 60 * reading_time.estimate_minutes(self.words, self.lines)
 
 
 @dataclass

@@ -30,7 +30,7 @@ from sphinx_exercise.nodes import exercise_enumerable_node
 from shardcourse import build
 from shardcourse.build import index, pairs, paths
 from shardcourse.build.exercises import make_exercise_notebook
-from shardcourse.build.reading import export_notebook
+from shardcourse.build.notebook_export import export_notebook
 
 DOWNLOADS_FOLDER = "downloads"
 SLIDES_FOLDER = "slides"

@@ -16,7 +16,7 @@ from sphinx.application import Sphinx
 
 from shardcourse import exercises
 from shardcourse.build import paths
-from shardcourse.build.pace import make_anchor
+from shardcourse.build.reading_time import make_anchor
 
 PAGE = """\
 <!DOCTYPE html>

@@ -15,7 +15,7 @@ import nbformat
 import pytest
 from playwright.sync_api import Browser, Page
 
-from shardcourse.build.reading import export_notebook
+from shardcourse.build.notebook_export import export_notebook
 
 SLOW = 60  # seconds: a kernel has to start, and torch to be imported
 OUTPUTS = """() => Array.from(jupyterapp.shell.currentWidget.content.model.cells)

@@ -16,7 +16,7 @@ import nbformat
 from shardlab import __version__
 
 from .key import load_notebook
-from .reading import MarkdownWriter, convert_cells, make_notebook
+from .notebook_export import MarkdownWriter, convert_cells, make_notebook
 
 _INTRO = """\
 # Exercises: {title}

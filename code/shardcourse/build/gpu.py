@@ -87,14 +87,16 @@ def plan(root: Path, topics: list[str], tests: bool, gpus: int) -> list[Step]:
 
 def run_step(step: Step, root: Path, facts: dict[str, Any], seconds: float) -> str:
     """Run a step for at most `seconds`, store its result, and return how it ended."""
-    from shardcourse.build import child  # child imports psutil
+    from shardcourse.build import child_process  # imports psutil
 
     log = root / WORK_FOLDER / f"logs/{step.name}.log"
     output = log.with_suffix(".out")
     for path in (log, output):
         path.write_bytes(b"")
     begin, command = time.monotonic(), [sys.executable, *step.command]
-    status = child.run_with_time_limit(command, log, output, seconds, root, build_environment(root))
+    status = child_process.run_with_time_limit(
+        command, log, output, seconds, root, build_environment(root)
+    )
     if status is None:
         return "left" if seconds < STEP_SECONDS[step.kind] else "FAILED: it hung"
     last = (output.read_text("utf-8", "replace").strip().splitlines() or [""])[-1]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from . import paths
 from .key import list_lessons
-from .pace import make_anchor
+from .reading_time import make_anchor
 
 TOPICS_FILE = Path("book/topics.yml")
 CLAIMS_FILE = Path("book/claims.md")

@@ -19,7 +19,7 @@ from shardtools import options
 
 from . import find_course_root, index
 from .key import get_source_path, has_cells
-from .reading import export_notebook, make_notebook
+from .notebook_export import export_notebook, make_notebook
 
 if TYPE_CHECKING:
     import nbformat

@@ -19,7 +19,7 @@ from shardtools import options
 
 from . import find_course_root, index, list_lessons
 from .key import load_notebook
-from .reading import list_extras
+from .notebook_export import list_extras
 
 SCRIPTS_FOLDER = Path("code/lessons")
 TAKE_HOME, TAKEN = Path("code/shardlab/train/take_home.py"), Path("code/train.py")

@@ -4,7 +4,7 @@
     >>> [session.read_minutes for session in learning_paths["ten_weeks"].sessions]
 
 A path is a list of parts: a page or some of its sections, and exercises by number. The minutes
-are computed from the parts (`shardcourse.build.pace`), never typed. `python -m shardlab pairs`
+are computed from the parts (`reading_time`), never typed. `python -m shardlab pairs`
 writes each path's table, in its page book/path_<name>.md, and the table of all paths, in
 book/paths.md.
 """
@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from . import pace
+from . import reading_time
 from .key import get_source_path
 
 PATHS_FILE = Path("book/paths.yml")
@@ -104,9 +104,9 @@ class Page:
     later: Mapping[str, str] = field(default_factory=dict)  # skippable: anchor -> description
 
     @cached_property
-    def sections(self) -> list[pace.Section]:
+    def sections(self) -> list[reading_time.Section]:
         """Sections of the page."""
-        return pace.split_sections(self.text)
+        return reading_time.split_sections(self.text)
 
     @property
     def title(self) -> str:
@@ -125,7 +125,7 @@ class Page:
         return round_to_five(self.read_minutes)
 
     @cached_property
-    def skippable_sections(self) -> list[pace.Section]:
+    def skippable_sections(self) -> list[reading_time.Section]:
         """Sections that a first reading can skip, with their subsections."""
         return [section for name in self.later for section in self.find_section_tree(name)]
 
@@ -134,12 +134,12 @@ class Page:
         """Minutes of a first reading, without the sections that it can skip."""
         return sum(s.minutes for s in self.sections if s not in self.skippable_sections)
 
-    def find_next_section(self, name: str) -> pace.Section | None:
+    def find_next_section(self, name: str) -> reading_time.Section | None:
         """Return the first section after the section `name` that a first reading does not skip."""
         after = self.sections[self.sections.index(self.find_section_tree(name)[0]) :]
         return next((section for section in after if section not in self.skippable_sections), None)
 
-    def find_section_tree(self, name: str) -> list[pace.Section]:
+    def find_section_tree(self, name: str) -> list[reading_time.Section]:
         """Return the section `name` and its subsections. Raises ValueError for an unknown one."""
         here = [i for i, section in enumerate(self.sections) if i and section.name == name]
         if not here:
@@ -150,7 +150,7 @@ class Page:
 
     def estimate_exercise_minutes(self, numbers: Sequence[int]) -> int:
         """Return the minutes for these exercises: their share of the time for all exercises."""
-        weights = pace.get_exercise_weights(self.text)
+        weights = reading_time.get_exercise_weights(self.text)
         return round(self.minutes * sum(weights[n - 1] for n in numbers) / sum(weights or [1]))
 
 
@@ -207,7 +207,7 @@ def _parse_segment(
     if wanted and name not in begun:
         counted = [page.sections[0], *counted]
     begun.add(name)
-    count = len(pace.get_exercise_weights(page.text))
+    count = len(reading_time.get_exercise_weights(page.text))
     if any(not 1 <= number <= count for number in numbers):
         raise ValueError(f"page {name!r}: exercises={numbers}: must be between 1 and {count}")
     read, solve = round(sum(s.minutes for s in counted)), page.estimate_exercise_minutes(numbers)

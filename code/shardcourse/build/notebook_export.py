@@ -155,7 +155,9 @@ class MarkdownWriter:
         if name == "step-through":
             return f"**{title}**\n\n{text}"
         if name not in _BOXES:
-            raise ValueError(f"{{{name}}}: no plain form; add it to shardcourse/build/reading.py")
+            raise ValueError(
+                f"{{{name}}}: no plain form; add it to shardcourse/build/notebook_export.py"
+            )
         title = self._convert_prose([title or name.capitalize()])
         kinds = [name, *options.get("class", "").split()]
         if "dropdown" in kinds:

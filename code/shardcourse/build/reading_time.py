@@ -19,7 +19,7 @@ from typing import Any
 from shardlab.common.show.diff import diff_lines
 
 from .key import parse_notebook
-from .reading import Part, split_parts
+from .notebook_export import Part, split_parts
 
 # Reading pace for prose with formulas and pictures, and for code that is read to be understood.
 WORDS_PER_MINUTE, LINES_PER_MINUTE = 150, 8

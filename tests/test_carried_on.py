@@ -22,7 +22,7 @@ def extension(monkeypatch):
 
 def test_a_wrong_number_is_reported_with_page_and_build(extension):
     repository = extension("repository")
-    said = repository.build(ROOT)
+    said = repository.describe_build(ROOT)
     commit = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
     head = subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
     assert re.fullmatch(rf"[\d.]+, commit {head}, \d{{4}}-\d\d-\d\d", said)
@@ -30,7 +30,8 @@ def test_a_wrong_number_is_reported_with_page_and_build(extension):
         ("https://github.com/o/n", "/o/n/issues/new", "body"),
         ("https://gitlab.com/o/n", "/o/n/-/issues/new", "issue[description]"),
     ):
-        link = urlsplit(repository.form(repository.Repository(host, "main"), "lessons/zero", said))
+        published = repository.Repository(host, "main")
+        link = urlsplit(repository.make_issue_url(published, "lessons/zero", said))
         asked = parse_qs(link.query)
         assert link.path == path
         assert f"Page: lessons/zero\nBuild: {said}\nSection:\n" in asked[body][0]

@@ -76,11 +76,11 @@ def test_key_follows_imports_and_paths(book, cell, path):
     ],
 )
 def test_key_changes_with_what_outputs_depend_on(book, name, old, new, same):
-    before = build.compute_key("small", book.root).text
+    before = build.compute_key("small", book.root).digest
     book.edit(name, old, new)
-    assert (build.compute_key("small", book.root).text == before) is same
+    assert (build.compute_key("small", book.root).digest == before) is same
     book.edit(name, new, old)
-    assert build.compute_key("small", book.root).text == before
+    assert build.compute_key("small", book.root).digest == before
 
 
 def test_key_says_what_changed(book):

@@ -533,7 +533,7 @@ def test_one_job_at_a_time_saves_into_a_folder_from_its_first_save_to_its_end(tm
     first, second = Checkpoints(tmp_path), Checkpoints(tmp_path)
     first.save(build_small_run(1))
     for wait in (True, False):
-        with pytest.raises(ValueError, match=f"folder='{tmp_path}': another process"):
+        with pytest.raises(ValueError, match=f"folder='{tmp_path}': must not be in use"):
             second.save(build_small_run(2), wait)
     assert load_current_step(tmp_path) == 1 and second.list_steps() == [1]
     first.save(build_small_run(3), wait=False)

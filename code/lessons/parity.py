@@ -21,9 +21,9 @@
 # - check whether two programs, one plain and one parallel, compute the same, and find the first tensor that differs;
 # - say how far rounding alone moves a tensor, and why a tolerance chosen by eye hides mistakes;
 # - name what makes two runs of *one* program differ, and make them bitwise equal where that is possible;
-# - recognise ten published mistakes, each by one line of a report.
+# - recognise ten published mistakes, each by one line of the check's report.
 #
-# Some programs below cut matrices or distribute experts, as [Model parallelism](model_parallelism.md) shows; you need not know how.
+# Some programs below split matrices or distribute experts ([Model parallelism](model_parallelism.md)).
 
 # %% tags=["hide-input"]
 # Imports, and the small model of this page
@@ -121,7 +121,7 @@ def train(watch, config=SMALL, dtype=torch.float32, steps=1, wrap=identity,
 
 
 # %% [markdown]
-# `train` by itself is the plain program. This program is parallel: each rank takes its share of the batch, and gradients are added up.
+# `train` without options is the plain program. `summed` is parallel: each rank takes its share of the batch, and gradients are added up.
 
 # %%
 def take_share(x):
@@ -135,9 +135,6 @@ def sum_gradients(model):
 
 summed = partial(train, take_part=take_share, after_backward=sum_gradients)
 
-# %% [markdown]
-# Both train for twenty steps.
-
 # %% tags=["hide-input"]
 # Table: losses of one process, and means of two ranks'
 one = ranks.run(partial(train, do_nothing, steps=20), 1)[0]
@@ -147,20 +144,18 @@ rows = [(n, f"{one[n - 1]:.4f}", f"{two[n - 1]:.4f}") for n in (1, 2, 5, 10, 20)
 show.table(rows, ["step", "loss of one process (nats)", "of two ranks"])
 
 # %% [markdown]
-# You would call this equal: two GPUs rarely come closer. It is not.
+# You would call these losses equal: two GPUs rarely come closer to one. But the programs differ:
 
 # %%
 print(parity.check(train, summed, ranks=2))
 
 
 # %% [markdown]
-# All 19 gradients are twice what they should be: they were summed over the ranks and not averaged. AdamW divides each gradient by its own size, so the factor cancels, and no loss shows it until you clip gradients, look at their norm, or change the optimizer.
+# All 19 gradients are twice the right ones: they were summed over the ranks, but not averaged. AdamW divides each gradient by its own size, so the factor cancels. You notice it only when you clip gradients, look at their norm, or change the optimizer.
 #
-# A tool that compares only *losses* finds nothing here. This lesson compares *every tensor*, without false alarms.
+# ## A simple comparison, and its three false alarms
 #
-# ## The plainest way, and three ways to fool it
-#
-# Record every module's output and every gradient in both programs. Join the ranks' halves. Print the first tensor that differs. This takes some twenty lines:
+# A simple check takes some twenty lines. It records every module's output and every gradient in both programs, joins the ranks' halves, and prints the first tensor that differs:
 
 # %%
 def record_step(program):
@@ -198,7 +193,7 @@ def find_first_difference(plain, by_rank, allowed=0.0, dimensions=1):
 
 
 # %% [markdown]
-# Now three programs, all of them *right*. `averaged` repairs the program above. `dealt` distributes sequences round-robin, as a [sampler](train.md#samplers-a-share-of-the-data-for-each-rank) does. `halved` gives each rank half of every feed-forward network, and adds up the two results.
+# Now try it on three programs that are all *right*. `averaged` repairs the program above. `dealt` distributes sequences round-robin, as a [sampler](train.md#samplers-a-share-of-the-data-for-each-rank) does. `halved` gives each rank half of every feed-forward network, and adds up the two results.
 
 # %%
 def average_gradients(model):
@@ -225,7 +220,7 @@ dealt = partial(train, take_part=take_strided_rows, after_backward=average_gradi
 halved = partial(train, wrap=split_ffn)
 
 # %% tags=["hide-input"]
-# Table: what the plain way says of three right programs
+# Table: what the simple check says of three right programs
 (plain,) = ranks.run(record_step, 1, train)
 RIGHT = {"averaged": averaged, "dealt": dealt, "halved": halved}
 FOUND = {name: ranks.run(record_step, 2, program) for name, program in RIGHT.items()}
@@ -241,31 +236,31 @@ assert [row[3] == "none" for row in rows] == [False, True, False, False, False]
 show.table(rows, ["right program", "allowed", "halves joined along", "“first difference”"])
 
 # %% [markdown]
-# Four of five answers are false alarms.
+# Four of the five rows are false alarms.
 #
 # 1. **Rounding.** The sum of the two ranks' gradients rounds differently from the gradient of the whole batch. A check has to allow some difference; `1e-5` was a guess.
-# 2. **A cut that the check does not know.** Halves of a matrix may belong side by side and not one below the other; sequences may be dealt alternately; other programs cut in zig-zag, in flat pieces, with padding.
-# 3. **Addends.** `ffn.down` gives each rank a part of a *sum*. No way to join the parts makes the whole, and yet nothing is wrong: the next line adds them up. If that line were missing, the parts would look the same.
+# 2. **Unknown sharding.** Halves of a matrix may have to be joined by columns, not by rows; sequences may be dealt alternately; other programs shard in zig-zag, in flat pieces, with padding.
+# 3. **Addends.** On each rank `ffn.down` returns one addend of a *sum*. However you join these parts, you do not get the whole tensor, and yet nothing is wrong: the next line adds them up. If that line were missing, the parts would look the same.
 #
 # ![Three ways in which parts of two ranks make a whole of four rows. Behind one another: rank 0 has rows 0 and 1, rank 1 rows 2 and 3. Dealt: rank 0 has rows 0 and 2, rank 1 rows 1 and 3. Addends: each rank has four rows of its own, and only their sum is the whole.](../figures/parity_parts.svg)
 #
-# A check with three false alarms will be switched off. `shardtools.parity` has a rule for each.
+# `shardtools.parity` has three rules, one against each false alarm.
 #
 # ## Rule 1: rounding is measured
 #
-# How far may a tensor be off? That depends on the model, its depth, the number format and the step, so the check measures it. The plain program runs three times more, and in these runs *every* output, every output's gradient and every initial weight is moved by one unit in the last place, at random:
+# How far rounding moves a tensor depends on the model, its depth, the number format and the step, so the check measures this distance. It runs the plain program three more times, and in these runs moves numbers of *every* output, every output's gradient and every initial weight at random by one unit in the last place:
 
 # %%
 show.source(rounding.move_by_ulp)
 
 # %% [markdown]
-# A long sum is rounded by far more than one unit of its addends. So in these runs the addends are multiplied by a random number and the sum is divided by it, which changes every rounding.
-# A cast to fewer bits, such as autocast's, hides small noise. So a thousandth of the numbers that are cast are rounded in the other direction.
+# A long sum can be off by far more than one unit of its addends. So in these runs the check multiplies the addends by a random number and divides the sum by that number, which changes every rounding.
+# A cast to fewer bits, such as autocast's, hides small noise. So the check rounds a thousandth of the cast numbers in the other direction.
 #
-# The check allows twelve times the largest of the three differences; this and [other numbers](#which-numbers-are-chosen-and-where-they-end) are chosen once, for all programs.
-# It compares all numbers of a tensor together, and also the worst row, because one wrong row among thousands hardly changes the total.
+# The check allows twelve times the largest of the three differences; twelve and [other constants](#the-constants-of-the-check-and-their-limits) are the same for all programs.
+# It compares the whole tensor, and also the worst row, because one wrong row among thousands hardly changes the total.
 #
-# The picture has twelve layers, six steps and two number formats: lines are the noise, dots show how far two correct ranks are from one process.
+# The picture shows twelve layers and six steps in two number formats: lines are the noise, dots show how far two correct ranks are from one process.
 
 # %% tags=["hide-input"]
 # Picture: rounding through layers and steps, in two number formats
@@ -332,12 +327,12 @@ show.table(rows, [*head, "allowed of that gradient"])
 
 
 # %% [markdown]
-# Outputs have no dots, because they are bitwise equal; gradients are sums over texts, and differ.
+# Outputs have no dots, because they are bitwise equal. Gradients are sums over texts in different orders, and differ.
 #
-# In `float32` five decades lie between rounding and the tensor's own size.
-# In `bfloat16` the check allows a difference of a third of this gradient. It cannot compare updates at all, since AdamW turns small numbers into their signs, and it says so. *Judge the logic in `float32`*; `bfloat16` is a second look.
+# In `float32` rounding is five orders of magnitude smaller than the tensor.
+# In `bfloat16` the check allows layer 1's gradient to be off by a third of its size. It cannot compare updates at all, since AdamW turns small numbers into their signs; the report says so. *Check the logic in `float32`*, then run once more in `bfloat16`.
 #
-# Rounding hardly changes a *factor* that all numbers of a gradient share. So in `bfloat16` the check also judges that factor by itself, and finds 1.05:
+# Rounding hardly changes a *factor* that all numbers of a gradient share. So in `bfloat16` the check also compares this factor. Here a program multiplies its gradients by 1.05:
 
 # %%
 def average_with_factor(model):
@@ -356,27 +351,27 @@ assert not report.is_equal
 # :class: checked
 #
 # A pull request to Megatron-LM {cite}`megatron5956` added a comparison of experts on two ranks with one process, and it failed in CI. The first analysis blamed the order in which NCCL adds, and proposed a looser tolerance. Then its author edited it: "Don't do that; the assertion is catching a real bug." Gradients of experts were too large by a factor.
-# A tolerance chosen by eye will be loosened when it is in the way. A measured tolerance, times a factor fixed on other programs, is not yours to loosen: below, the smallest of ten published mistakes is off by 0.3 %, which is four hundred times the tolerance.
+# People loosen a tolerance that they chose by eye when it fails their test. They have no such choice if the tolerance is measured: below, the smallest of ten published mistakes is off by 0.3 %, four hundred times the tolerance.
 # ````
 #
-# ## Rule 2: the numbers decide where a part belongs
+# ## Rule 2: the values decide which part of a tensor a rank holds
 #
-# A **place** is an index: part = whole[place]. A table proposes places, the likeliest first: the whole tensor, equal pieces along a dimension, zig-zag, every n-th row, sections of a joined matrix, flat pieces, uneven pieces, rows in any order. You annotate nothing, and names of modules do not matter: the numbers decide which proposal holds.
+# A **place** says which elements of the plain program's tensor a rank's part holds: part = whole[place]. The check tries places, the likeliest first: the whole tensor, equal pieces along a dimension, zig-zag, every n-th row, sections of a joined matrix, flat pieces, uneven pieces, rows in any order. You annotate nothing, and names of modules do not matter: the check takes the place whose values fit.
 #
-# That could hide a mistake: a wrong tensor might fit some other place. So the check learns places from the *weights*, before the first step, when no mistake can have acted. If all numbers of a weight are equal, such as a LayerNorm's ones, it keeps all places that fit.
+# This search could hide a mistake: a wrong tensor might fit some other place. So the check learns places from the *weights*, before the first step, when no mistake can have acted. If all numbers of a weight are equal, such as a LayerNorm's ones, the check keeps all places that fit.
 #
 # ## Rule 3: strict at the ends, lenient inside
 #
-# Addends inside a program are no mistake. Nor is it a mistake if a rank's backward runs with half the loss and everything is doubled at the end. What counts are the *ends*: the gradients that the optimizer gets, and the weights that it makes of them.
+# Addends between modules are no mistake. Nor is it a mistake if a rank's backward runs with half the loss and the gradients are doubled afterwards. Only the *ends* must be right: the gradients that the optimizer gets, and its updates of the weights.
 #
-# ![A step in five phases, from left to right: weights, outputs, gradients of outputs, gradients, updates. Weights, gradients and updates are the ends, framed: they stand where the weight stood, with factor 1, on each rank that holds it. Outputs and their gradients, between them, may stand anywhere, be addends, or in backward carry a factor for each rank: they only say where it began.](../figures/parity_step.svg)
+# ![A step in five phases, from left to right: weights, outputs, gradients of outputs, gradients, updates. Weights, gradients and updates are the ends, framed: they must be in the weight's place, with factor 1, on each rank that holds the weight. Outputs and their gradients, between the ends, may be in any place, be addends, or in backward carry a factor for each rank: they only show where a mistake began.](../figures/parity_step.svg)
 #
-# At the ends a tensor has to be in its weight's place, with a factor of exactly 1, on each rank that holds it. Inside, a tensor may be in any place, be an addend, or in backward carry one factor for each rank; there the comparison only tells where a mistake began. A mistake that the check misses inside still arrives at an end.
-# So a tensor that fits nowhere inside raises no alarm while every gradient of the step is right; the report counts such tensors.
+# At the ends a tensor has to be in its weight's place, with a factor of exactly 1, on each rank that holds the weight. Outputs and their gradients may be in any place, be addends, or in backward carry one factor for each rank; comparing them only shows where a mistake began.
+# So an output that fits no place raises no alarm if every gradient of the step is right; the report counts such tensors.
 #
 # ## A report, line by line
 #
-# Here are the three correct programs that fooled the plain way:
+# Here are the reports on the three correct programs above:
 
 # %%
 for program in (averaged, dealt, halved):
@@ -384,9 +379,9 @@ for program in (averaged, dealt, halved):
 
 
 # %% [markdown]
-# Each program is a function with the argument `watch`, and calls it once, with its model and its optimizer, before the first step. `rename=` translates parameters' names where a pipeline's stage numbers its layers from 0.
+# Each program is a function that takes `watch` and calls `watch(model, optimizer)` once, before the first step. If a pipeline's stages number their layers from 0, `rename=` translates the parameters' names.
 #
-# Now leave out the sum that `halved` needs in backward: each half computes its own part of the input's gradient, and these parts have to be added up. The output is right, and so is the loss.
+# In backward each half of `halved` computes one addend of the input's gradient, and these have to be added up. Without this sum the output and the loss are still right:
 
 # %%
 def split_without_reduction(model):
@@ -401,21 +396,21 @@ assert not report.is_equal
 
 
 # %% [markdown]
-# - **Where**: step, phase and name of the first tensor that fits no place, and the ranks that have it. Everything before it was right.
+# - **Where**: step, phase and name of the first tensor that fits no place, and the ranks that have it. All earlier tensors were right.
 # - **What**: the likely cause, found from the numbers. Here no simple cause fits; elsewhere it is a factor, a missing sum, or a weight that counts twice.
-# - **How far**: the difference, relative to the tensor's size, beside the difference that rounding explains. If they are less than two digits apart, suspect the tolerance; here they are five digits apart.
-# - **Where it began**: the first tensor of that phase whose partial sums were not added up. Backward is linear, so partial sums pass through norms and sums unchanged, and the first *wrong* tensor can be far from the forgotten line. This line of the report names the place.
-# - **How many more** tensors of this kind are in this step. Later steps are not judged.
+# - **How far**: the difference, relative to the tensor's size, and the difference that rounding explains. If their ratio is below 100, suspect the tolerance; here it is almost $10^5$.
+# - **Where it began**: the first tensor of the phase whose addends were not added up. Backward is linear, so addends pass through norms and sums unchanged, and the first *wrong* tensor can be far from the forgotten line of code. This line names the tensor next to it.
+# - **How many more**: the number of further tensors that are wrong in the same way in this step. Later steps are not judged.
 #
 # `report.is_equal`, `report.first_finding` and `report.findings` are for your own tests: `assert parity.check(plain, parallel).is_equal`.
 #
-# [The tests](../tests/test_parity.py) check every technique of this course, DDP, FSDP2, DTensor and DeepSpeed with it, each beside its mistakes.
+# [The tests](../tests/test_parity.py) use parity on every technique of this course, on DDP, FSDP2, DTensor and DeepSpeed, right and with mistakes.
 #
 # ## Ten published mistakes
 #
-# Each of these mistakes was published, and raised no error while it trained models. Each stands here in a few lines, passed to `train`, beside the same program without the mistake.
+# Each of these mistakes was published, and raised no error. Each is rebuilt here in a few lines that are passed to `train`.
 #
-# **A mean of means** (transformers 34191 {cite}`transformers34191`). Some texts are short. Each rank, or each micro-batch, takes the mean over its own tokens, and these means are averaged. `compute_joined_mean` is right: one sum, one count.
+# **A mean of means** (transformers 34191 {cite}`transformers34191`). Texts have unequal lengths. Each rank, or each micro-batch, takes the mean over its own tokens, and these means are averaged. `compute_joined_mean` is right: it divides the sum of all losses by the number of all tokens.
 
 # %%
 def make_uneven_batch(step):
@@ -432,7 +427,7 @@ def compute_joined_mean(logits, targets):
 
 
 # %% [markdown]
-# **Another optimizer than you asked for** (DeepSpeed 8437 {cite}`deepspeed8437`). Muon is for matrices, so it is given the parameters of two dimensions. Sharded parameters are flat, and AdamW gets all of them.
+# **Another optimizer than you asked for** (DeepSpeed 8437 {cite}`deepspeed8437`). Muon is for matrices, so it gets the parameters with two dimensions. But sharded parameters are flat, so AdamW gets all of them.
 # Muon casts gradients to 16 bits, and a single number that rounds in the other direction moves Muon's update by 1 %. So the runs with noise also change some of these roundings.
 
 # %%
@@ -451,7 +446,7 @@ def shard_model(model):
 
 
 # %% [markdown]
-# **Micro-batches that are lost** (open-instruct 1498 {cite}`openinstruct1498`). The loop accumulates by hand, and DeepSpeed does not know it: the engine takes each backward for a whole step's, and keeps the last. This is the real engine, as installed; stages 1 and 2 of version 0.19.8 still do it (November 2026).
+# **Micro-batches that are lost** (open-instruct 1498 {cite}`openinstruct1498`). The training loop accumulates gradients itself, but DeepSpeed was not told: its engine treats each backward as a whole step's, and keeps only the last. Stages 1 and 2 of version 0.19.8 still make this mistake (November 2026).
 
 # %%
 def split_micro_batches():
@@ -489,7 +484,7 @@ def train_deepspeed(watch, sets_boundary):
 
 
 # %% [markdown]
-# **Clipped on one rank** (DeepSpeed 1801 {cite}`deepspeed1801`). With cut matrices, gradients were clipped on rank 0 of each tensor group alone. BLOOM trained with it: LayerNorms, which all ranks hold whole, drifted apart.
+# **Clipped on one rank** (DeepSpeed 1801 {cite}`deepspeed1801`). Under tensor parallelism, gradients were clipped only on rank 0 of each tensor group. BLOOM trained with this mistake: its LayerNorms, which are replicated, drifted apart.
 
 # %%
 def parallelize_model(model, **more):
@@ -513,7 +508,7 @@ def clip_parallel(model, everywhere=True):
 
 
 # %% [markdown]
-# **A gradient that is an addend** (torchtitan 1805, 2387 and 4054 {cite}`torchtitan1805,torchtitan2387,torchtitan4054`). A DTensor's local part goes to experts that are cut. Only the author knows the placement of that part's gradient, and three times in one project `to_local` was called without it.
+# **A gradient that is an addend** (torchtitan 1805, 2387 and 4054 {cite}`torchtitan1805,torchtitan2387,torchtitan4054`). A DTensor's local part goes to sharded experts. Only the author knows the placement of that part's gradient, and three times in one project `to_local` was called without `grad_placements`.
 
 # %%
 def leave_dtensor(x, group, placements):
@@ -528,7 +523,7 @@ def parallelize_with_dtensor(model, placements=None):
 
 
 # %% [markdown]
-# **A weight that all heads share** (Megatron-LM 7452, finding 11 {cite}`megatron7452`). Heads are cut; a norm on each head has one weight for all. Each rank's gradient of it comes from its own heads alone, and nobody adds them up.
+# **A weight that all heads share** (Megatron-LM 7452, finding 11 {cite}`megatron7452`). Each rank has some of the heads, and one norm weight is shared by all heads. Each rank's gradient of this weight comes only from its own heads, and the ranks' gradients are not added up.
 
 # %%
 class HeadNorm(nn.Module):
@@ -553,7 +548,7 @@ def parallelize_head_norms(model):
 
 
 # %% [markdown]
-# **A sum in fewer digits** (pytorch 190626 {cite}`pytorch190626`). FSDP2 is asked to add gradients in `float32`, and adds those of norms on tensor ranks in `bfloat16`; torch 2.13 still does. Here everything but that sum is in `float32`.
+# **A sum in 16 bits** (pytorch 190626 {cite}`pytorch190626`). FSDP2 is asked to add gradients in `float32`. With tensor parallelism it adds gradients of norms in `bfloat16`; torch 2.13 still does. In the cell everything but that sum is in `float32`.
 
 # %%
 def sum_norm_gradients(model, which, dtype=torch.float32):
@@ -565,7 +560,7 @@ def sum_norm_gradients(model, which, dtype=torch.float32):
 
 
 # %% [markdown]
-# **Experts that count more** (Megatron-LM 5956 {cite}`megatron5956`). An expert sees the tokens of all ranks, so its gradient is already a sum over the ranks. It still has to be divided by their number.
+# **Experts' gradients not divided** (Megatron-LM 5956 {cite}`megatron5956`). An expert sees the tokens of all ranks, so its gradient is already a sum over the ranks. It still has to be divided by the number of ranks.
 
 # %%
 def scale_experts(model):
@@ -592,7 +587,7 @@ def average_dense_gradients(model):
 
 
 # %% [markdown]
-# **A gradient norm on each rank** (Automodel 3816 {cite}`automodel3816`). Ranks hold different experts, so each rank finds another gradient norm, and clips the weights that all ranks share by another factor.
+# **A gradient norm on each rank** (Automodel 3816 {cite}`automodel3816`). Ranks hold different experts, so each rank computes a different gradient norm, and scales the gradients of shared weights by a different factor.
 
 # %%
 def average_and_clip(model, clip=experts.clip_grad_norm_):
@@ -605,7 +600,7 @@ def clip_locally(model, limit):
 
 
 # %% [markdown]
-# **`and` for a comma** (Megatron-LM 1256 {cite}`megatron1256`). Two contexts should be entered. `rng and fp8` is `fp8`: nobody enters `rng`, and all ranks drop the same units. To compare dropout at all, the plain program has to draw the numbers that the ranks should draw: here each half of the batch has its own seed.
+# **`and` for a comma** (Megatron-LM 1256 {cite}`megatron1256`). A `with` statement should enter two contexts. But `rng and fp8` is `fp8`: `rng` is never entered, and all ranks drop the same units. To compare dropout at all, the plain program has to draw the numbers that the ranks should draw: here each half of the batch has its own seed.
 
 # %%
 @contextmanager
@@ -640,10 +635,10 @@ def add_dropout(model, seeds=None, comma=True):
 
 
 # %% [markdown]
-# One start of two ranks runs all ten, and all ten without their mistake. The column of losses is about step 1: right, or how far off.
+# The column "loss" says how far the loss of step 1 is off.
 
 # %% tags=["hide-input"]
-# Runs all of them, right and wrong, in one start of two ranks
+# Runs all ten, right and wrong, on the same two ranks
 COPIES = {"take_part": take_share, "after_backward": average_gradients}
 CUT = {"wrap": parallelize_model, "loss_fn": compute_parallel_loss}
 ALONG = CUT | {"wrap": partial(parallelize_model, edges=SEQUENCE_SHARDED)}
@@ -742,18 +737,18 @@ for name in TEN:
 assert [seen for _, seen, _ in rows].count("right") == 8
 assert REPORTS["pytorch 190626", "wrong"].first_finding.error > 2e-3
 head = ["thread", "loss", "what the report says"]
-show.table(rows, head, caption="Ten published mistakes, each beside a right program, which was silent")
+show.table(rows, head, caption="Ten published mistakes; parity reports nothing on the corrected programs")
 
 # %% [markdown]
-# - **Eight of ten losses are right**, to the last digits, and the other two are off by less than a thousandth: a fresh model guesses, and its loss is $\ln 256$ whatever it does. Compare gradients, by name.
-# - **Rank 0 may be fine.** DeepSpeed 1801 is right on rank 0 and wrong on all others; in Megatron-LM 7452 rank 0 has half of the gradient. Whoever looks only at rank 0 sees a part of the program.
-# - **One is right up to the optimizer**: DeepSpeed 8437 differs only in its updates.
-# - **One is as small as rounding in `bfloat16`.** With `bfloat16` weights, for which pytorch 190626 was reported, rounding hides it from a comparison with one process, [unless all other numbers are exact](../tests/parity_published.py).
-# - **The steps have to do what the job does.** Texts of equal length hide the first mistake, inactive clipping hides two, a single micro-batch hides another one, and a model without dropout the last. Of 118 published mistakes that were read for this course, a plain step cannot show 33, and 31 more are in no single step.
+# - **Eight of ten losses are right**, up to rounding, and the other two are off by less than a thousandth: an untrained model guesses, and its loss is about $\ln 256$, right or wrong. Compare gradients, by name.
+# - **Rank 0 may be fine.** DeepSpeed 1801 is right on rank 0 and wrong on all others; in Megatron-LM 7452 rank 0 has half of the gradient.
+# - **Gradients may be right**: DeepSpeed 8437 differs only in its updates.
+# - **In `bfloat16` a mistake can be as small as rounding.** With `bfloat16` weights, for which pytorch 190626 was reported, rounding hides this mistake from a comparison with one process, [unless all other numbers are exact](../tests/parity_published.py).
+# - **The compared steps have to do what the job does.** Texts of equal length hide the first mistake, inactive clipping hides two, a single micro-batch hides another one, and a model without dropout the last. Of 118 published mistakes that were read for this course, 33 do not show in a step without such features, and 31 more do not show in any single step.
 #
-# ## Two scripts
+# ## Comparing two scripts
 #
-# Your programs are scripts; a launcher starts the parallel one. Each calls `parity.watch(model, optimizer)` once, which does nothing outside the command below.
+# Compare two scripts, of which a launcher starts the parallel one, by a command. Each script calls `parity.watch(model, optimizer)` once, which does nothing when the script runs without this command.
 
 # %%
 PLAIN = """\
@@ -780,10 +775,10 @@ PARALLEL = BEGIN + PLAIN.replace("model(x)", "model(x.chunk(2)[dist.get_rank()])
 # python -m shardlab parity plain.py -- torchrun --nproc-per-node 2 parallel.py
 # ```
 #
-# The plain script runs once and with noise, and writes to a folder; each rank of the parallel one compares its part. `--folder` keeps all of it, in a folder that holds nothing else. The exit status is 0 where they are equal, 1 where they are not, 2 where they cannot be compared.
+# The plain script runs once without noise and three times with noise, and writes its tensors to a folder; each rank of the parallel script compares its part. `--folder` names an empty folder in which to keep them. The exit status is 0 if the programs are equal, 1 if they differ, 2 if they cannot be compared.
 
 # %% tags=["hide-input"]
-# Starts this command
+# Starts the command
 ours = {name: value for name, value in os.environ.items() if "RANK" not in name}
 with tempfile.TemporaryDirectory(prefix="scripts-") as folder:
     (Path(folder) / "plain.py").write_text(PLAIN)
@@ -797,11 +792,11 @@ assert done.returncode == 1, done.stderr
 
 
 # %% [markdown]
-# A model that fits on no single GPU has no plain program to compare with. `parity.keep_first_layers(model)`, in both programs where the model is made, keeps its widths and its first two layers: tensor, sequence, context and expert parallelism live within a layer, and a pipeline needs as many layers as it has parts. The report says so.
+# A model that is too large for one GPU has no plain program to compare with. Call `parity.keep_first_layers(model)` in both programs after the model is built: it keeps all widths, and only the first two layers. This is enough for tensor, sequence, context and expert parallelism; a pipeline needs as many layers as stages. The report says that layers were left out.
 #
 # ## Same bits: what makes two runs of one program differ
 #
-# A parity check compares runs on different numbers of ranks. Their sums have different orders, so it has to allow rounding. Two runs of the *same* program on the same ranks can be bitwise equal. Then a difference of one bit is a finding, and you need no tolerance.
+# A parity check compares runs on different numbers of ranks. Their sums have different orders, so it has to allow rounding. Two runs of the *same* program on the same ranks can be bitwise equal. Then a difference of one bit is a mistake, and you need no tolerance.
 
 # %%
 def backward_in_halves(tokens, targets, model):
@@ -832,7 +827,7 @@ def is_sum_in_order():
 
 
 # %% tags=["hide-input"]
-# Table: what is changed, whether the bits stay, and what holds them still
+# Table: what is changed, whether results stay bitwise equal, and how to fix it
 def compare_bits():
     first = compute_gradients()
     changes = [{}, {"seed": 1}, {"in_halves": True}, {"kernel": SDPBackend.MATH}]
@@ -850,10 +845,10 @@ what = [
     ("of four ranks' numbers", "the same ranks and the same algorithm"),
 ]
 rows = [(w, "yes" if same else "no", how) for (w, how), same in zip(what, found, strict=True)]
-show.table(rows, ["what is changed", "same bits", "what holds it still"])
+show.table(rows, ["what is changed", "bitwise equal", "what makes it equal"])
 
 # %% [markdown]
-# A GPU adds one more cause: kernels that add in no fixed order, by atomic additions. `torch.use_deterministic_algorithms(True)` takes deterministic kernels where they exist, and raises an error where they do not; cuBLAS also needs `CUBLAS_WORKSPACE_CONFIG=:4096:8`, and `torch.backends.cudnn.benchmark` has to stay off. On any device that switch also fills new memory with NaN, so that reading a tensor before it is written becomes visible.
+# GPUs add one more cause of differences: kernels that add in no fixed order, by atomic additions. `torch.use_deterministic_algorithms(True)` takes deterministic kernels where they exist, and raises an error where they do not; cuBLAS also needs `CUBLAS_WORKSPACE_CONFIG=:4096:8`, and `torch.backends.cudnn.benchmark` has to stay off. On any device `use_deterministic_algorithms` also fills new memory with NaN, so that reading a tensor before it is written becomes visible.
 
 # %%
 torch.use_deterministic_algorithms(True)
@@ -862,13 +857,13 @@ torch.use_deterministic_algorithms(False)
 
 
 # %% [markdown]
-# Use it for what promises the same bits: a [resume](train.md#resume-everything-that-decides-the-next-step), a refactoring, a rerun after an alarm.
+# Compare bits where results should be bitwise equal: after a [resume](train.md#resume-everything-that-decides-the-next-step), a refactoring, or an alarm.
 #
-# ## What a step does not show
+# ## Mistakes that a single step does not show
 #
-# Some mistakes are in no single step: a schedule that counts micro-batches, an epoch that repeats its order, an optimizer that a resume forgot. Let the programs take the steps that matter; `check` compares all of them. `watch.declare_samples(ids)`, called in both programs, declares which samples a step's batch holds, so that wrongly distributed data get their own line in the report.
+# Some mistakes do not show in a single step: a learning rate schedule that counts micro-batches, an epoch that repeats the order of the last, an optimizer state that is lost at a resume. Let the programs take enough steps; `check` compares all of them. Call `watch.declare_samples(ids)` in both programs to declare which samples a step's batch holds; wrongly distributed data then get their own line in the report.
 #
-# A run that is stopped and resumed is a program in two halves, and has its own function. `stopped_run` takes some steps and saves to a folder; `resumed_run` loads and takes the remaining steps, on the same number of ranks or on another. Here the optimizer's state is not saved.
+# `parity.check_resume` compares a run that is stopped and resumed with a plain run. `stopped_run` takes some steps and saves to a folder; `resumed_run` loads and takes the remaining steps, on the same number of ranks or on another. In the second check the optimizer's state is not saved.
 
 # %%
 def run_steps(watch, model, optimizer, numbers):
@@ -911,14 +906,14 @@ forgetful_run = partial(resumed_run, forgets_optimizer=True)
 print(parity.check_resume(full_run, stopped_run, forgetful_run, ranks=2))
 
 # %% [markdown]
-# ## Parity and tensor types: which finds what
+# ## Parity and tensor types: which mistakes each finds
 #
-# [Tensor types](tensor_types.md), later in this course, find a wrong gradient before a program runs: every tensor gets a type that says how the ranks' parts are related, and a checker follows the types. Types see neither factors nor data; parity sees neither the line of code nor the code that does not run.
+# [Tensor types](tensor_types.md), later in this course, find a wrong gradient before a program runs: every tensor gets a type that says how the ranks' parts are related, and a checker follows the types. Types miss wrong factors and wrong data; parity does not name the wrong line of code, and checks only code that runs.
 #
-# Which mistakes does each of them find? Every lesson has a section on what goes wrong. [A test](../tests/parity_measured.py) wrote a program for each of these mistakes that a program can make, and for published mistakes that no lesson shows. It trained each program for twenty steps on CPU ranks beside one process, and gave it to both checkers.
+# Every lesson has a section on what goes wrong. [A test](../tests/parity_measured.py) has a program for each of these mistakes that changes numbers, and for published mistakes that no lesson shows. It trains each program for twenty steps on CPU ranks and in one process, and runs both checkers on it.
 
 # %% tags=["hide-input"]
-# Table: what finds how many of the measured mistakes
+# Table: how many of the measured mistakes each check finds
 every = parity.load_mistakes()
 made = {row.program: row for row in every if not row.no_program}.values()
 followed = [row for row in made if row.types]
@@ -934,22 +929,22 @@ looks = [
     ("parity, two steps", sum(row.parity_step in ("0", "1", "2") for row in made), len(made)),
 ]
 assert looks[0][1] == 0 and looks[-1][1] == looks[-1][2]
-show.table(looks, ["what looks", "finds", "of"])
+show.table(looks, ["check", "mistakes found", "mistakes checked"])
 
 # %% [markdown]
-# The loss of the first step finds nothing at all. A longer run finds about half, and names none: you would explain a loss that is off by 1 % after fifteen steps by rounding.
-# These mistakes pass both a comparison of twenty losses (within 1 %) and the types:
+# The loss of the first step finds nothing at all. A longer run finds about half, but does not name the cause.
+# Neither a comparison of twenty losses (within 1 %) nor types find these mistakes:
 
 # %% tags=["hide-input"]
-# Table: what neither the loss nor types find
+# Table: mistakes that neither the loss nor types find
 hidden = [row for row in made if not row.loss_step and row.types == "pass"]
 rows = [(row.program, f"{float(row.loss_20):+.3f}", row.report) for row in hidden]
 show.table(rows, ["mistake", "loss of step 20 (%)", "what parity says"])
 
 # %% [markdown]
-# <details class="answer"><summary>Every mistake, and what finds it</summary>
+# <details class="answer"><summary>All mistakes, and which check finds each</summary>
 #
-# A step is the first in which it is found; 0 is before the first one. Where types say nothing, they do not follow what the program does (hooks, messages between two ranks, masks). Mistakes without numbers say why no two runs can be compared.
+# A number is the first step in which the check finds the mistake; 0 means before the first step. An empty cell means that types do not cover the program (hooks, messages between two ranks, masks). Text in place of numbers says why the mistake cannot be found by comparing two runs.
 
 # %% tags=["hide-input"]
 # Table: all mistakes of the course, and published ones
@@ -973,19 +968,19 @@ show.table(rows, head, caption=f"{len(shown)} mistakes")
 # | | tensor types | parity |
 # |---|---|---|
 # | need | the types of each operator, one line each; no second rank, no reference | a plain program, and one line in each program |
-# | find | missing and double sums, by line | whatever changes a number: factors, seeds, data, places, the optimizer |
+# | find | missing and double sums, with the line of code | whatever changes a number: factors, seeds, data, sharding, the optimizer |
 # | cost | milliseconds a layer | four plain runs and a parallel one |
-# | miss | factors, initial weights, texts, orders of data | mistakes that both programs share; whatever these steps do not do |
+# | miss | factors, initial weights, texts, orders of data | mistakes that both programs share; features that the compared steps do not use |
 #
-# ## Inside: from a tensor to a verdict
+# ## How the check works
 #
-# The three rules are [one file](../code/shardtools/parity/core.py). On each rank a `Matcher` looks at every tensor as it comes, and keeps the tensors that fit no place.
+# [One file](../code/shardtools/parity/core.py) has the three rules. On each rank a `Matcher` compares every tensor as soon as it is recorded, and keeps the tensors that fit no place.
 
 # %%
 show.source(core.Matcher.receive_part, core.Matcher.find_place)
 
 # %% [markdown]
-# One tensor helps to place the next through two kinds of state:
+# The place of one tensor helps to find the next tensor's. Two kinds of state record this:
 
 # %%
 show.source(core.WeightPlaces, core.CallState)
@@ -1020,7 +1015,7 @@ show.source(
 show.source(core.Matcher._place_strictly)
 
 # %% [markdown]
-# Then all ranks' findings are joined. A [`Comparison`](../code/shardtools/parity/comparison.py) goes through the tensors in the order of the computation, and stops after the phase of the first wrong one: what comes later may follow from it.
+# Then a [`Comparison`](../code/shardtools/parity/comparison.py) joins all ranks' results. It goes through the tensors in the order of the computation, and stops after the phase of the first wrong tensor: later differences may be consequences.
 
 # %%
 show.source(
@@ -1030,7 +1025,7 @@ show.source(
 )
 
 # %% [markdown]
-# For tensors that fit no place by themselves, the comparison tries sums over groups of ranks. Equal parts are no partial sums, even if two halves happen to make a whole. An embedding of positions has no batch dimension: its output is the same in every micro-batch, so its gradient is summed over micro-batches, too.
+# For tensors that fit no place by themselves, the comparison tries sums over groups of ranks. Equal parts are not taken for addends, even if their sum fits. An embedding of positions has no batch dimension: its output is the same in every micro-batch, so its gradient is summed over micro-batches, too.
 
 # %%
 show.source(cross_rank.find_partial_sum_groups, cross_rank._has_right_gradient_sum)
@@ -1043,38 +1038,38 @@ show.source(comparison.Comparison._explain_misfits)
 
 
 # %% [markdown]
-# ### Which numbers are chosen, and where they end
+# ### The constants of the check, and their limits
 #
-# Noise is measured. How many times the noise is allowed is chosen, once and for all programs. These choices are constants of [two files](../code/shardtools/parity/noise.py):
+# The noise is measured. The factors by which the check multiplies it are constants, the same for all programs ([noise.py](../code/shardtools/parity/noise.py)):
 #
-# | constant | value | why this value | where it ends |
+# | constant | value | why this value | limits |
 # |---|---|---|---|
-# | `DRAWS` | 3 | the largest of three draws is rarely small by luck, and more take time | a tensor of one number has three numbers for its noise |
-# | `TOLERANCE_FACTOR` | 12 | of 999 random right programs no tensor needs more than 10.5 times its noise (an update), no gradient more than 5.4 | these have two layers, some hundred tokens and at most 8 ranks, and no sum was drawn anew; with that, 5 to 7 % of what is allowed is used at 65,536 tokens and at $10^6$ rows |
-# | `MAX_TOLERANCE` | 0.5 | a tensor that may be off by more than half of its size is another tensor | nothing is said of it; the report counts such tensors |
-# | `LOOSE_TOLERANCE` | 0.001 | with a looser tolerance outputs fit at wrong places, so all places are tried and the nearest is taken | rows that are alike for few bits stay ambiguous |
-# | `SIGN_FLIP_FACTOR` | 3 | a number below three times its gradient's noise may have the other sign, and AdamW makes a whole step of it | in `bfloat16` an update of AdamW may be off by about a quarter, where it is judged |
-# | `DRIFT_FACTOR`, `ROUNDING_FACTOR` | 6, 2 | a common factor may be off by six times what it is in a draw, or by twice the noise of one number | in `bfloat16` a factor of 1.02 may be rounding; deep in a network 1.05 may be, too |
+# | `DRAWS` | 3 | the largest of three draws is rarely small by luck, and more take time | the noise of a tensor with one number is estimated from three numbers |
+# | `TOLERANCE_FACTOR` | 12 | of 999 random right programs no tensor needs more than 10.5 times its noise (an update), no gradient more than 5.4 | these programs have two layers, some hundred tokens and at most 8 ranks, without random factors in sums; with such factors, correct programs use 5 to 7 % of the tolerance at 65,536 tokens and at $10^6$ rows |
+# | `MAX_TOLERANCE` | 0.5 | a tensor that may be off by more than half of its size is another tensor | such tensors are not compared; the report counts them |
+# | `LOOSE_TOLERANCE` | 0.001 | with a looser tolerance outputs fit at wrong places, so all places are tried and the nearest is taken | rows that are equal in few bits stay ambiguous |
+# | `SIGN_FLIP_FACTOR` | 3 | a number below three times its gradient's noise may have the other sign, and AdamW then takes a full step in the wrong direction | in `bfloat16` an update of AdamW may be off by about a quarter, where it is judged |
+# | `DRIFT_FACTOR`, `ROUNDING_FACTOR` | 6, 2 | a common factor may be off by six times its noise in a draw, or by twice the noise of one number | in `bfloat16` a factor of 1.02 may be rounding; deep in a network 1.05 may be, too |
 #
-# A mistake that is smaller than what is allowed is not found, whatever the choice. With 65,536 tokens in `float32` that is a factor of 1.00001 for most gradients, and of 1.00014 for a norm's weight, whose terms are added one after the other; with $10^6$ it is 1.0004.
+# No choice finds a mistake that is smaller than the tolerance. With 65,536 tokens in `float32` the tolerance corresponds to a factor of 1.00001 for most gradients, and of 1.00014 for a norm's weight, whose terms are added one after the other (1.0004 with $10^6$ tokens).
 # One lost token of 65,536 is found all the same, since its own row of the output's gradient is missing.
 #
 # ### With torch.compile
 #
 # Call `watch` first, and `torch.compile` after it. Then the hooks are compiled with the model, and every output is compared.
-# But the hooks cut the graph. Of a GPT of two layers, which is one graph of 131 calls, 20 graphs with 58 calls are left, so what runs is not the fused program.
-# A model that was compiled and called *before* `watch` keeps its one graph: gradients and updates are compared, and outputs inside of it are not, which the report says.
-# Judge logic without compilation, and the fused program by its gradients and updates alone.
+# But the hooks cause graph breaks. A GPT with two layers is one graph of 131 calls without hooks, and 20 graphs with 58 calls with them, so the check does not run the fused program.
+# A model that was compiled and called *before* `watch` keeps its one graph. Then the check compares gradients and updates, but no outputs inside the graph; the report says so.
+# Check the logic without compilation, and only gradients and updates of the fused program.
 #
 # ## What it costs
 #
-# A record keeps every output, its gradient, and of each step gradients and updates of all parameters. In this GPT a layer has modules with $16h$ outputs for each token ($4h$ of them in the feed-forward network's middle), and there are $T$ tokens, so one step keeps
+# A record keeps every output and its gradient, and each step's gradients and updates of all parameters. In this GPT the modules of a layer have $16h$ outputs per token ($4h$ of them in the middle of the feed-forward network). With $T$ tokens one step keeps
 #
 # $$
 # 2T(16hL + 2h + 2V) + 2P
 # $$
 #
-# numbers, and $P$ first weights beside them.
+# numbers, and the record also keeps the $P$ initial weights.
 
 # %% tags=["hide-input"]
 # Table: numbers that a record keeps, predicted and counted
@@ -1094,11 +1089,11 @@ for layers, counted in zip((2, 4, 8), counts, strict=True):
 show.table(rows, ["layers", "numbers: predicted", "counted", "float32 (MB)"])
 
 # %% [markdown]
-# For models whose outputs do not fit into memory, `parity.check(…, folder=…)` writes the plain run's to a file as they come, and each rank maps it and keeps of its own only what fits no place.
-# The check runs the plain program $1 + 3$ times and the parallel one once, and compares.
+# If the outputs do not fit into memory, `parity.check(…, folder=…)` writes those of the plain run to a file, which each rank maps into memory; a rank keeps only its own tensors that fit no place.
+# The check runs the plain program $1 + 3$ times and the parallel one once.
 
 # %% tags=["hide-input", "measured"]
-# Table: seconds of programs alone, and of a check
+# Table: seconds of the programs alone, and in a check
 LARGER = {"config": replace(SMALL, layers=4, hidden=128, vocab=256), "steps": 3}
 
 
@@ -1121,38 +1116,38 @@ show.check_timing(
     sum(report.seconds.values()) < 60,
     "a check of a small model takes less than a minute",
 )
-show.table(rows, ["program", "alone (s)", "runs of it in a check", "its part of the check (s)"])
+show.table(rows, ["program", "one run without the check (s)", "runs in a check", "seconds in a check"])
 
 # %% [markdown]
 # ## What goes wrong, and how it looks
 #
-# | what you see | what it is |
+# | symptom | cause |
 # |---|---|
-# | weights differ before the first step | another seed, or rank 0's weights were not sent; [start both alike](train.md#seeds-one-for-each-purpose) first |
+# | weights differ before the first step | a different seed, or rank 0's weights were not broadcast; [use the same initial weights](train.md#seeds-one-for-each-purpose) |
 # | "random numbers are drawn here" | dropout. Set it to 0, or give both programs the same random numbers, as in `SeededDropout` above |
-# | "no weight moved" | two programs that train nothing agree; a check of these is refused |
-# | "it took 2 optimizer steps; must take as many as the plain program" | micro-batches share a step on one side alone |
-# | "parameters differ from the plain program's" | stages that number layers anew: `rename=` |
-# | silent, though you know that it is wrong | the mistake is in a function that both programs call; or these steps do not do it: no clipping, equal lengths, one micro-batch, no second epoch |
+# | "no weight moved" | the programs train nothing; the check refuses them, since they would trivially agree |
+# | "it took 2 optimizer steps; must take as many as the plain program" | only one of the programs accumulates gradients over micro-batches |
+# | "parameters differ from the plain program's" | each pipeline stage numbers its layers from 0: use `rename=` |
+# | no finding, though you know that the program is wrong | the mistake is in a function that both programs call, or the compared steps do not reach it: no clipping, equal lengths, one micro-batch, no second epoch |
 # | "change too much by rounding to compare" | too many steps in `bfloat16`: take fewer, or `float32` |
-# | an alarm, off by two to five times what is allowed | an algorithm that is less exact than the plain one, or the tool's mistake: look at the tensor before you loosen anything |
+# | a finding, off by two to five times the tolerance | an algorithm that is less exact than the plain one, or a false alarm: look at the tensor before you loosen anything |
 #
 # ```{admonition} On GPUs
 # :class: note
 #
-# Tensors are compared on the host, so both programs may run on any device, and on two different ones: a plain program on the CPU, in `float32`, beside a parallel one on four GPUs. Keep `torch.backends.cuda.matmul.allow_tf32` off, which is torch's default: TF32 rounds the *factors* of each product to ten bits, and adds the products up in `float32`.
+# Tensors are compared on the host, so the programs may run on different devices: a plain program on the CPU, in `float32`, and a parallel one on four GPUs. Keep `torch.backends.cuda.matmul.allow_tf32` off, which is torch's default: TF32 rounds the *inputs* of each matrix product to ten bits, and adds up in `float32`.
 # ```
 #
 # ## When to use it
 #
 # | for | against |
 # |---|---|
-# | Any model and library, one line in each program | Needs a plain program that fits on one device, or a small one of the same make |
-# | Names the tensor, the ranks and often the cause | The line of code is for you to find |
-# | Silent on right programs, without a tolerance that you choose | Says little after some steps in `bfloat16` |
-# | Finds factors, data and updates, which tensor types do not | Sees only what the given steps do |
+# | Any model and library, one line in each program | Needs a plain program that fits on one device, or a smaller model of the same architecture |
+# | Names the tensor, the ranks and often the cause | You have to find the line of code |
+# | No false alarms, though you choose no tolerance | Cannot compare much after some steps in `bfloat16` |
+# | Finds wrong factors, data and updates, which tensor types do not | Checks only code that the given steps run |
 #
-# Run it when you change how a model is parallelised, when a library is upgraded, and in every commit's tests, on two ranks and a model of two layers. It takes seconds.
+# Run it when you change how a model is parallelised, when a library is upgraded, and in every commit's tests, on two ranks and a model of two layers.
 #
 # ## Exercises
 #
@@ -1160,7 +1155,7 @@ show.table(rows, ["program", "alone (s)", "runs of it in a check", "its part of 
 # :label: ex-parity-far
 # ```
 #
-# In three noisy runs a gradient of twelve layers moves by at most $2.1 \cdot 10^{-7}$ of its size. On two ranks it is off by $1.9 \cdot 10^{-3}$. How many times what is allowed is that?
+# In three noisy runs a gradient of twelve layers moves by at most $2.1 \cdot 10^{-7}$ of its size. On two ranks it is off by $1.9 \cdot 10^{-3}$. How many times the tolerance is this difference?
 
 # %%
 answer = ...  # times
@@ -1175,7 +1170,7 @@ check(answer, "times_allowed")
 # :class: dropdown
 # ```
 #
-# Twelve times the largest of the draws is allowed.
+# The tolerance is twelve times the largest of the three differences.
 
 # %%
 answer = 1.9e-3 / (12 * 2.1e-7)
@@ -1210,7 +1205,7 @@ check(answer, "four_reports")
 # :class: dropdown
 # ```
 #
-# A is right up to the update, and off by a multiple of the weight: decay. In B rows of the batch are on no rank. C's gradients are made of the ranks' own, which do not count alike. D's backward begins with another factor on each rank.
+# A is right up to the update, which is off by a multiple of the weight: weight decay. In B rows of the batch are on no rank. C's gradients are sums of the ranks' gradients with unequal factors. D's backward begins with a different factor on each rank.
 
 # %%
 answer = {"A": "decay", "B": "share", "C": "clip", "D": "counts"}
@@ -1221,12 +1216,12 @@ check(answer, "four_reports")
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} A cut that parity does not know (medium)
+# ```{exercise-start} Sharding that parity does not know (medium)
 # :label: ex-parity-cut
 # ```
 #
-# A loader deals *pairs* of rows: rank $r$ of $N$ has rows $2r$, $2r + 1$, then $2N + 2r$, $2N + 2r + 1$, and so on. A new cut is a function and a row of the table `CUTS`.
-# Write the function: of `total` rows a rank holds `size`. Return a tensor of row numbers for every rank, beginning with rank `first`, then the following ones, round the end. `total` is a multiple of `2 * N`.
+# A loader deals *pairs* of rows: rank $r$ of $N$ has rows $2r$, $2r + 1$, then $2N + 2r$, $2N + 2r + 1$, and so on. A new kind of sharding is a function in the table `CUTS`.
+# Write the function: a rank holds `size` of `total` rows. Return a tensor of row numbers for each rank, in the order `first`, `first + 1`, …, `N - 1`, `0`, …, `first - 1`. `total` is a multiple of `2 * N`.
 
 # %%
 def my_cut(size, total, first):
@@ -1256,16 +1251,16 @@ check(my_cut)
 
 
 # %% [markdown]
-# Parity asks every function of the table about each tensor, so one that does not fit returns nothing: a `size` that is odd, or that `total` is no multiple of.
+# Parity calls every function of the table for each tensor. So the function returns nothing if `size` is odd, or if `total` is not a multiple of `size`.
 #
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} Repair it until parity is silent (hard)
+# ```{exercise-start} Repair a parallel program until parity finds nothing (hard)
 # :label: ex-parity-repair
 # ```
 #
-# The plain program takes the mean loss over all tokens that have a target (−100 has none), clips the norm of the gradients to 0.1, and takes a step of AdamW. This is the parallel one. It has two mistakes, and the check is `parity.check` on 2 and 4 ranks: its report is your verdict. `make_network()` is the model and `make_batches()` are two steps' batches of all ranks.
+# The plain program takes the mean loss over all tokens that have a target (−100 has none), clips the norm of the gradients to 0.1, and takes a step of AdamW. The parallel program below has two mistakes; `parity.check` on 2 and 4 ranks reports them. `make_network()` returns the model, `make_batches()` two steps' batches of all ranks.
 
 # %%
 def my_program(watch):
@@ -1296,7 +1291,7 @@ check(my_program)
 # :class: dropdown
 # ```
 #
-# The sum of the losses is divided by the count of all ranks' tokens, so gradients are added up and not averaged. The norm is that of the joined gradient.
+# The sum of the losses is divided by the count of all ranks' tokens, so gradients are added up and not averaged. The norm is computed from the summed gradient.
 
 # %%
 def my_program(watch):
@@ -1327,7 +1322,7 @@ check(my_program)
 # :label: ex-parity-own
 # ```
 #
-# Take a model of yours, a small one of its make, and write both programs: `plain`, in one process, and `parallel`, on two ranks, from the same weights and with the same batches. Which steps have to be in it so that it sees what your job does?
+# Take a small version of a model of yours, and write both programs: `plain`, in one process, and `parallel`, on two ranks, from the same weights and with the same batches. Which steps do the programs need so that the check covers what your job does?
 
 # %%
 def build_model():
@@ -1351,7 +1346,7 @@ check(report, "own_parity")
 # :class: dropdown
 # ```
 #
-# A Llama of Hugging Face's, sharded by FSDP2. The steps should do what the job does: accumulate if it accumulates, clip so that clipping is active, have texts of unequal length, and take the second step, in which the optimizer has a past.
+# This is Hugging Face's Llama, sharded by FSDP2. The steps should do what the job does: accumulate if it accumulates, clip so that clipping is active, have texts of unequal length, and take a second step, in which the optimizer already has a state.
 
 # %%
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -1402,7 +1397,7 @@ check(report, "own_parity")
 # - A parity check compares every output, gradient and update of a parallel program with those of a plain one, and names the first that differs.
 # - It measures rounding by moving every number by one unit in the last place; a tolerance chosen by eye hides mistakes.
 # - It learns from the weights, before a mistake can act, which part of a tensor each rank holds.
-# - It is strict at the ends: the gradients that the optimizer gets and the weights that it makes. Inside, ranks may hold addends or scaled values; these only show where a mistake began.
+# - It is strict at the ends: the gradients that the optimizer gets and the weights that it makes. Between modules, ranks may hold addends or scaled values; these only show where a mistake began.
 # - Most published mistakes leave the loss right. Compare by name, all copies, before the optimizer and after it.
 # - Test the logic in float32, with a different text on each rank, active clipping and accumulation.
 # - Two runs of one program can be bitwise equal: same seeds, same order of sums, same kernels.
@@ -1410,5 +1405,5 @@ check(report, "own_parity")
 # ## Further reading
 #
 # - {cite:t}`jiang2025ttrace`: the same question for Megatron, by perturbed inputs and annotated shards; eleven known mistakes and three new ones.
-# - {cite:t}`jiang2025traincheck`: invariants of training runs, learned from those that are right, in the place of a second program.
+# - {cite:t}`jiang2025traincheck`: invariants learned from correct training runs, instead of a second program.
 # - {cite:t}`bloomchronicles`: how BLOOM's team found LayerNorms that had drifted apart, and decided to go on.

@@ -684,7 +684,7 @@ run_cli("strategy emit megatron --model gpt-3-175b --gpu a100 --gpus 1024 --batc
 run_cli("strategy run --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4", 20)
 
 # %% [markdown]
-# [`python -m shardlab parity`](parity.md#two-scripts) says whether *your* training script computes the same under that layout as in one process.
+# [`python -m shardlab parity`](parity.md#comparing-two-scripts) says whether *your* training script computes the same under that layout as in one process.
 #
 # The form below runs the command in your browser.
 # A plan of 1,500 layouts takes ten seconds there; the 4,000 layouts of 64 GPUs take up to a minute.

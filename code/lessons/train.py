@@ -18,13 +18,13 @@
 #
 # After this lesson you can
 #
-# - take a script for one GPU to many, in three small steps, and show after each that it still trains the same model;
+# - change a script for one GPU into one for many GPUs, in three small steps, and show after each step that the script still trains the same model;
 # - name the lines that go wrong on more ranks without an error: data, seeds, losses, checkpoints, the loss scale;
-# - stop in the middle of an epoch and resume: bit for bit on the same number of ranks, up to rounding on any number that divides the batch;
-# - start your own jobs from [a script to take home](#the-script-to-take-home).
+# - stop in the middle of an epoch and resume, with losses that are bitwise equal on the same number of ranks, and equal up to rounding on any other number that divides the batch;
+# - train your own model with [a script that you can copy](#the-script-to-take-home).
 #
 # Before you start, a puzzle.
-# Here is a script that trains a small GPT, and two ranks that run it. Nothing complains, both losses fall, and both GPUs would be busy.
+# Two ranks run a script that trains a small GPT. There is no error, both losses fall, and two GPUs would both be busy.
 
 # %% tags=["hide-input"]
 # Imports, and how the page runs a script on ranks
@@ -84,26 +84,26 @@ for rank, losses in enumerate(asked):
     print("rank", rank, "begins at", losses[0], "and ends at", losses[-1])
 
 # %% [markdown]
-# Each of the two GPUs trained the same model on the same text, to the last digit of the loss. The job takes as long as on one GPU, and costs twice as much.
-# The script lacks some forty lines. This lesson adds and checks them one by one.
+# Both ranks trained the same model on the same text: their losses agree to the last digit. The job takes as long as on one GPU, and costs twice as much.
+# This lesson adds and checks the forty missing lines one by one.
 #
 # ## The script for one process
 #
-# A GPT with 0.1 million parameters learns the sources of Python's standard library, a byte after the other.
-# Whole files are kept apart to validate and to test: windows cut from one file share names and phrases, and would flatter the model.
+# A GPT with 0.1 million parameters learns to predict the next byte of the Python standard library's source code.
+# Validation and test use whole files of their own. Windows (training sequences) of one file share names and phrases, so a test on training files would look too good.
 
 # %%
 show.source(one_gpu.main, fold=80)
 
 # %% [markdown]
-# Every 100 steps it validates, and writes the last and the best weights to files. At the end it tests the best ones, once.
-# `evaluate` adds up losses and counts tokens. A mean of the batches' means would be another number, as the last batch is short.
+# Every 100 steps the script validates, and writes the last and the best weights to files. At the end it tests the best weights, once.
+# `evaluate` adds up losses and counts tokens. The mean of the batches' means would be a different number, since the last batch is smaller.
 
 # %%
 show.source(one_gpu.evaluate)
 
 # %% [markdown]
-# After 300 steps the model, which wrote noise before, writes something that looks like Python from a distance.
+# Before training the model writes noise; after 300 steps its text resembles Python.
 
 # %%
 (learned,) = run_on_ranks(one_gpu, 1, FOLDER / "learned", **LONG_RUN)
@@ -120,13 +120,13 @@ assert sum(learned[-20:]) / 20 < 2.8
 show.figure(figure, "The loss falls from 5.5 to about 2 nats per byte in 300 steps.", "train-loss")
 
 # %% [markdown]
-# The *perplexity* that the script prints is $e^{\text{loss}}$, here of the validation loss. A loss of 2.2 nats is a perplexity of $e^{2.2} = 9$: the model is as unsure as if it had to guess among 9 equally likely bytes. At the start there are 256.
+# The *perplexity* that the script prints is $e^{\text{loss}}$, here of the validation loss. A loss of 2.2 nats is a perplexity of $e^{2.2} = 9$: the model is as unsure as if it had to guess among 9 equally likely bytes. At the start it guesses among 256.
 #
-# From here on, twelve steps on a few kilobytes are enough: the only question is whether a change still computes the same.
+# From here on, twelve steps on a few kilobytes are enough to see whether a changed script computes the same.
 # `run_and_compare` runs a script on two ranks, and compares losses and weights with those of the script above in one process.
 
 # %% tags=["hide-input"]
-# Runs a script on ranks, and holds losses and weights against one process
+# Runs a script on ranks, and compares losses and weights with one process
 
 
 def load_weights(folder):
@@ -168,8 +168,8 @@ def run_and_compare(script, size=2, each=False, show=False):
 # %% [markdown]
 # ## Ranks: a process group and a device
 #
-# `torchrun` starts the script once for each GPU, and tells each copy its number in environment variables. `init_process_group` reads them and connects the copies.
-# What ranks need to train one model is ten lines:
+# `torchrun` starts one process per GPU, and gives each its rank in environment variables. `init_process_group` reads these and connects the processes.
+# Ranks need ten more lines to train one model:
 
 # %%
 show_diff(one_gpu.main, ddp.main)
@@ -183,30 +183,30 @@ show_diff(one_gpu.main, ddp.main)
 # dist.destroy_process_group()
 # ```
 #
-# `RANK` is a process's number among all, `LOCAL_RANK` its number on its own machine. The device comes from `LOCAL_RANK`: without it, all ranks of a machine compute on its first GPU.
-# Why `% torch.cuda.device_count()`? In some Slurm jobs each process sees one GPU alone. Its number is then 0, whatever `LOCAL_RANK` says, and $r \bmod 1 = 0$.
+# `RANK` is a process's number among all processes, `LOCAL_RANK` its number on its own machine. The device comes from `LOCAL_RANK`: without it, all ranks of a machine compute on its first GPU.
+# Why `% torch.cuda.device_count()`? In some Slurm jobs each process sees only its own GPU. This GPU has number 0 for every `LOCAL_RANK`, and $r \bmod 1 = 0$.
 #
-# `destroy_process_group` comes after `main` on purpose. A model in DDP uses the group. If it is still there when the group is destroyed, the process may never end: with gloo, each of the two can wait for the other. When `main` has returned, the model is gone.
+# `destroy_process_group` comes after `main` on purpose. A DDP model uses the group. If the model still exists when the group is destroyed, the process may never end: with gloo, the two can wait for each other. When `main` has returned, the model is gone.
 #
-# Each step is a file of its own, and runs under `torchrun`: `torchrun --nproc-per-node=2 -m shardlab.train.ddp`.
-# On this page `ranks.run` starts the ranks, which takes 0.2 s instead of 5.
+# Each version of the script is a file, and runs under `torchrun`: `torchrun --nproc-per-node=2 -m shardlab.train.ddp`.
+# On this page `ranks.run` starts the ranks.
 #
 # ## Seeds: one for each purpose
 #
-# Weights have to be the same on all ranks, so all make their model with the same seed.
-# Dropout has to differ: if all ranks drop the same units, their average is noisier than one process's gradient.
-# So a line after the model gives each rank a seed of its own: `torch.manual_seed(seed + 1 + rank)`.
+# Weights have to be the same on all ranks, so all ranks build the model with the same seed.
+# Dropout has to differ: if all ranks drop the same units, the averaged gradient is noisier than one process's.
+# So each rank sets its own seed once the model is built: `torch.manual_seed(seed + 1 + rank)`.
 #
-# The order of the data has a seed of its own, as all ranks have to agree on it.
+# The order of the data has a separate seed, which is the same on all ranks.
 #
 # ```{admonition} Checked: "manual_seed(1000 + rank) at the top of the script"
 # :class: checked
 #
-# Then each rank begins with other weights. DDP hides it, since it copies rank 0's. `fully_shard` copies nothing: each rank keeps its part of *another* random model.
+# Then each rank starts with different weights. DDP hides this mistake, since DDP copies rank 0's weights to all ranks. `fully_shard` copies nothing: each rank keeps its shard of a *different* random model.
 # ```
 
 # %% tags=["hide-input"]
-# Shows which wrapper repairs weights that began with a seed for each rank
+# Shows which wrapper repairs weights that each rank drew with its own seed
 
 
 def starts_from_rank_0(strategy):
@@ -222,16 +222,16 @@ def starts_from_rank_0(strategy):
 
 for strategy in ("ddp", "fsdp2"):
     found = ranks.run(starts_from_rank_0, 2, strategy)
-    print(f"{strategy}: the model that begins is rank 0's: {found[0]}")
+    print(f"{strategy}: training starts from rank 0's weights: {found[0]}")
     assert found == [strategy == "ddp"] * 2
 
 # %% [markdown]
 # ## The wrapper: gradients averaged
 #
-# The last of the ten lines wraps the model, and the ranks train one: DDP averages the gradients while backward computes them ([how](data_parallel.md#step-3-send-while-backward-still-runs)).
+# `DistributedDataParallel` wraps the model and averages the gradients while backward computes them ([how](data_parallel.md#step-3-send-while-backward-still-runs)).
 
 # %% tags=["hide-input"]
-# Holds the wrapped model against one process
+# Compares the wrapped model with one process
 
 losses = run_and_compare(ddp, each=True)
 assert losses[0] == losses[1] == one
@@ -242,57 +242,55 @@ assert losses[0] == losses[1] == one
 #
 # ## Samplers: a share of the data for each rank
 #
-# `DistributedSampler` has one order of the windows, the same on all ranks. Rank $r$ of $N$ reads the places $r$, $r+N$, $r+2N$ and so on of it.
+# `DistributedSampler` puts the windows into an order that is the same on all ranks. Rank $r$ of $N$ reads the windows at positions $r$, $r+N$, $r+2N$ and so on of this order.
 
 # %%
 show_diff(ddp.main, sampler.main)
 
 # %% [markdown]
-# Four things go with it:
+# - `set_epoch` reshuffles: the order depends on seed and epoch. Without this call every epoch has the order of the first.
+# - `shuffle` is now an argument of the sampler. A loader with a `sampler` and `shuffle=True` raises an error.
+# - `drop_last=True`. By default the sampler repeats the first windows, so that all ranks get equally many. On two ranks 143 windows become 144, and the epoch gets a ninth step, where one process has eight: all later steps read different windows.
+# - `batch // world`: a loader's batch is its rank's share. If it stays 16, four ranks train with batches of 64, at a learning rate that was chosen for 16. On three ranks `16 // 3` would make a global batch of 15, so `batch` has to be a multiple of the number of ranks.
 #
-# - `set_epoch` makes the order of an epoch from seed and epoch. Without it every epoch has the order of the first.
-# - The loader has a `sampler` and must not have `shuffle=True` as well; PyTorch refuses both. `shuffle` is the sampler's business now.
-# - `drop_last=True`. By default the sampler repeats windows from the front, so that all ranks get equally many. On two ranks 143 windows become 144. That makes a ninth step in the epoch, where one process has eight, and all later steps read other windows.
-# - `batch // world`: a loader's batch is its rank's share. If it stays 16, four ranks train with batches of 64, at a learning rate that was chosen for 16. On three ranks `16 // 3` would make batches of 15, so a batch that the ranks do not divide is an error.
-#
-# ![The order of an epoch, a row of windows in the colours of the two ranks that get them alternately. Two neighbouring windows of each rank make a batch. The resumed run begins after the second batch; four ranks deal the rest of the order anew.](../figures/train_order.svg)
+# ![The order of an epoch, a row of windows in the colours of the two ranks that get them alternately. Two neighbouring windows of each rank make a batch. The resumed run begins after the second batch; four ranks share the rest of the order.](../figures/train_order.svg)
 
 # %% tags=["hide-input"]
-# Holds the dealt data against one process
+# Compares ranks with a sampler with one process
 
 losses = run_and_compare(sampler, each=True)
 assert losses[0] != losses[1]
 
 # %% [markdown]
-# Each rank has another loss now, and the mean of both is one process's loss: in each step two ranks together read the windows that one process reads. So the same model comes out, to rounding.
-# Why only to rounding, and when that is close enough: [Data parallelism](data_parallel.md#five-steps-equal-one-process).
+# The ranks' losses differ now, and their mean is one process's loss: in each step two ranks together read the windows that one process reads. So they train the same model, up to rounding.
+# [Data parallelism](data_parallel.md#five-steps-equal-one-process) says when this is close enough.
 #
-# Loading costs time, too. `DataLoader(…, num_workers=2)` loads in two processes *of each rank*: with four ranks a node, `num_workers=os.cpu_count()` starts four times as many processes as there are cores.
-# Divide the cores by `LOCAL_WORLD_SIZE`. The order of the data does not depend on it.
+# Loading costs time, too. With `num_workers=2` *each rank* starts two processes: with four ranks per node, `num_workers=os.cpu_count()` starts four times as many processes as there are cores.
+# Divide the cores by `LOCAL_WORLD_SIZE`.
 #
 # ## Losses: of all ranks
 #
-# A rank's own loss is the loss of its share of the batch, which varies more than the whole batch's.
-# The third step reports the mean over all ranks:
+# A rank's own loss is the loss of its share of the batch. It varies more from step to step than the loss of the whole batch.
+# The third version of the script reports the mean over all ranks:
 
 # %%
 show.source(core.average_over_ranks)
 
 # %% [markdown]
-# The shares are equally large and every target counts, so a mean of means is right here. The loss is detached first: otherwise each step's graph would stay in memory.
+# The shares are equally large and every target counts, so a mean of means is right here. The script detaches the loss before: otherwise each step's graph would stay in memory.
 #
 # ## Validation: each window once
 #
-# 143 windows cannot be divided into 2, 4 or 8 equal shares. A `DistributedSampler` repeats the first windows, which then count twice, and with `drop_last=True` some windows do not count: either way the validation loss depends on the number of ranks.
+# 143 windows cannot be divided into 2, 4 or 8 equal shares. By default `DistributedSampler` repeats the first windows, which then count twice; with `drop_last=True` it skips some windows. In both cases the validation loss depends on the number of ranks.
 #
-# The sampler may repeat windows, and should: under FSDP2 each forward is a collective, so all ranks need equally many. But a repeated window gets the targets −100, which cross-entropy ignores. Then two numbers are added up over the ranks, the losses and the tokens that count, and divided once.
+# The sampler should repeat windows: under FSDP2 each forward is a collective, so all ranks need equally many batches. But the targets of a repeated window become −100, which cross-entropy ignores. An all-reduce adds up the losses and the counted tokens of all ranks, and each rank divides the two sums.
 
 # %%
 show_diff(one_gpu.evaluate, core.evaluate)
 
 
 # %% tags=["hide-input"]
-# Table: a validation loss by the number of ranks, filled up and counted once
+# Table: the validation loss by the number of ranks, with repeated windows and without
 
 def evaluate_padded(model, windows):
     """Return the mean of the ranks' means over their padded shares."""
@@ -317,24 +315,24 @@ assert len({f"{exact:.9f}" for _, exact in found.values()}) == 1
 assert len({f"{wrong:.6f}" for wrong, _ in found.values()}) == 3
 show.table(
     [(n, f"{wrong:.5f}", f"{exact:.5f}") for n, (wrong, exact) in found.items()],
-    ["ranks", "filled up (nats)", "counted once (nats)"],
+    ["ranks", "repeated windows count (nats)", "each window counts once (nats)"],
     caption="The same weights on the same 5 windows",
 )
 
 # %% [markdown]
 # ## One rank prints and writes
 #
-# Until now each rank has had a folder of its own here. In one folder all ranks would write `last.pt` at once.
-# With the mean of the losses and the validation of all, this is the third and last step:
+# So far each rank wrote to its own folder. In a shared folder all ranks would write `last.pt` at once.
+# The third and last version adds the mean of the losses, the shared validation, and one rank that prints and writes:
 
 # %%
 show_diff(sampler.main, core.main)
 
 # %% [markdown]
 # `model.module` is the model inside the wrapper. DDP's own state dict has names that begin with `module.`, which fit no plain model.
-# The barrier makes the others wait until rank 0 has written what they read.
+# The barrier makes the other ranks wait until rank 0 has written the files that they read.
 #
-# Without `if rank == 0` two ranks write one file, and now and then it is spoilt. The cell forces that order.
+# Without `if rank == 0` two ranks write one file at once, and sometimes corrupt it. The cell forces an order of writes that corrupts it.
 
 # %% tags=["hide-input"]
 # Shows a checkpoint that two ranks write at once
@@ -365,18 +363,15 @@ except Exception as error:
     print(f"{type(error).__name__}: {str(error).splitlines()[0][:75]}")
 
 # %% tags=["hide-input"]
-# Holds the whole script against one process
+# Compares the whole script with one process
 
 losses = run_and_compare(core, show=True)
 assert losses[0] == losses[1]
 
 # %% [markdown]
-# Data parallelism asks no more of a script.
-# Now do it yourself: in [an exercise](#exercises) you take [one_gpu.py](../code/shardlab/train/one_gpu.py) to two ranks, and each step is checked before the next.
+# Now change [one_gpu.py](../code/shardlab/train/one_gpu.py) for two ranks yourself: [an exercise](#exercises) checks each change before the next.
 #
 # ### The whole script
-#
-# After the three steps `main` is:
 
 # %%
 show.source(core.main)
@@ -384,23 +379,23 @@ show.source(core.main)
 # %% [markdown]
 # ## What a job asks for besides
 #
-# A real job asks for more: batches that do not fit, half precision, a stop and a new start, models that do not fit.
+# A real job needs more: gradient accumulation, 16-bit precision, resuming, and models that do not fit into one GPU.
 # [code/train.py](../code/train.py) has all of that in one file of some 600 lines that needs PyTorch alone: copy it anywhere, and run it under `torchrun`, `srun` or alone.
-# Its model and its data come first, a hundred lines that you replace by yours: `GPT`, `load_text` and `Windows`.
-# `main` asks a `Training` for batches and steps:
+# Its first hundred lines are the model and the data, which you replace by yours: `GPT`, `load_text` and `Windows`.
+# `main` calls the methods of a `Training`, among them these two:
 
 # %%
 show.source(take_home.main, Training.make_loader, Training.step)
 
 # %% [markdown]
-# `make_loader` deals what is left of an epoch, so that a run that begins in its middle loads nothing twice. `build` is a function that makes the model: this page gives it the course's GPT, the script takes its own.
-# On a GPU, `pin_memory` puts batches into memory that the GPU reads by itself, so that with `non_blocking=True` the copy returns at once.
-# Kernels come after the copy, in the same stream, so no line waits for it.
-# Only `copied.synchronize()` waits: until the GPU begins this step, of which it then has all kernels.
-# Each line of `metrics.jsonl` has loss, norm, seconds, tokens per second, memory, and MFU where the peak of the device is known or given.
+# `make_loader` distributes the rest of an epoch, so a run that resumes in the middle of an epoch reads no window twice. `build` is the function that builds the model: this page passes one for the course's GPT, the script its own `GPT`.
+# `pin_memory` puts batches into host memory that the GPU can read itself, so `.to` with `non_blocking=True` returns before the copy is done.
+# The kernels that use the batch follow the copy in the same stream, so the CPU need not wait for it.
+# The CPU waits only in `copied.synchronize()`, until the GPU begins this step; all the step's kernels are queued by then.
+# Each line of `metrics.jsonl` has loss, gradient norm, seconds, tokens per second, memory, and MFU if the device's peak FLOP/s is known or given.
 
 # %% tags=["hide-input"]
-# Runs the script to take home, and holds it against one process
+# Runs the script to take home, and compares it with one process
 
 
 def build_course_gpt(options):
@@ -435,34 +430,34 @@ _ = compare_take_home("the script to take home")
 # %% [markdown]
 # ## Accumulation: several backwards before a step
 #
-# A batch that does not fit is cut into micro-batches whose gradients add up.
-# Each loss is a sum, divided by the number of tokens that count in the whole batch: targets of −100 do not. `step` adds up that number over all ranks first.
-# In a mean of means, a token of a short text would weigh more than one of a long text.
+# A batch that does not fit into memory is split into micro-batches whose gradients add up.
+# Each micro-batch's loss is the sum over its tokens, divided by the number of counted tokens in the whole batch (tokens with target −100 are not counted). `step` first adds up this number over all ranks.
+# In a mean of means, a token of a short text would weigh more than a token of a long text.
 
 # %%
 show.source(Training.backward)
 
 # %% [markdown]
-# DDP would send all gradients in every backward. Under `no_sync` it sends none; the last backward, outside of it, sends the sums: as many bytes as in one backward ([measured](data_parallel.md#forgetting-zero_grad-forgetting-no_sync)).
-# Forward has to run inside of it, too.
+# By default DDP sends all gradients in every backward. Under `no_sync` it sends none; the last backward, outside `no_sync`, sends the sums, which are as many bytes as one backward's gradients ([measured](data_parallel.md#forgetting-zero_grad-forgetting-no_sync)).
+# Forward has to run under `no_sync`, too.
 #
-# **Clipping** comes once, after that. The norm is that of the averaged gradient, which all ranks have after the last backward, so all scale by the same number.
-# Clip before, or in each micro-batch, and you clip other vectors, and each rank by another number.
+# **Clipping** comes once, after the last backward. All ranks then have the averaged gradient and its norm, so they all scale by the same factor.
+# If you clip earlier or in each micro-batch, you clip different vectors, and each rank scales by a different factor.
 
 # %% tags=["hide-input"]
-# Holds four micro-batches a step against one process
+# Compares four micro-batches per step with one process
 
 _ = compare_take_home("micro-batches of 2", micro=2)
 
 # %% [markdown]
 # ## bf16: products in 16 bits
 #
-# `autocast` computes matrix products in `bfloat16` and keeps weights, gradients and optimizer in `float32`. `bfloat16` has `float32`'s range and 8 binary digits.
-# It wraps the model's forward, so validation computes as training does: `parallelize_model` does that, [below](#fsdp2-weights-gradients-and-optimizer-sharded).
+# `autocast` computes matrix products in `bfloat16` and keeps weights, gradients and optimizer in `float32`. `bfloat16` has `float32`'s range and 8 significant bits.
+# `parallelize_model` ([below](#fsdp2-weights-gradients-and-optimizer-sharded)) wraps the model's forward in `autocast`, so validation computes as training does.
 # The scaler does nothing unless `precision="fp16"`: `float16` needs [a scale that all ranks share](trainers.md#fp16-a-scale-that-all-ranks-share).
 
 # %% tags=["hide-input"]
-# Holds bf16 on two ranks against float32 in one process, with its own limit
+# Compares bf16 on two ranks with float32 in one process, with a larger tolerance
 
 losses = compare_take_home("bf16", micro=2, precision="bf16", limit=2e-2)
 gap = max(abs(a - b) for a, b in zip(losses[0], one, strict=True))
@@ -470,26 +465,26 @@ assert 1e-5 < gap < 5e-3
 print(f"in bf16 the losses are within {gap:.0e} of those in float32")
 
 # %% [markdown]
-# A product in `bfloat16` is off by up to $2^{-8} = 0.4\,\%$, and a loss of some 5 nats by about $10^{-3}$. That is no error of the ranks: one process in `bfloat16` is as far away.
+# A product in `bfloat16` is off by up to $2^{-8} = 0.4\,\%$, and a loss of some 5 nats by about $10^{-3}$. The ranks do not cause this error: one process in `bfloat16` is as far from `float32`.
 #
 # ## Resume: everything that decides the next step
 #
-# The files so far have weights alone. A run that goes on needs more: the optimizer's averages, the scaler, the step, the place in the data, and each rank's random state.
-# `Training` names all of it. PyTorch's [distributed checkpoint](checkpoint.md) (DCP) calls two of its methods on every rank: that is what `Stateful` is for.
+# The files so far hold only weights. To resume, a run also needs the optimizer's averages, the scaler, the step, the position in the data, and each rank's random state.
+# `Training` is a `Stateful`: PyTorch's [distributed checkpoint](checkpoint.md) (DCP) calls its `state_dict` and `load_state_dict` on every rank.
 
 # %%
 show.source(Training.state_dict, Training.load_state_dict)
 
 # %% [markdown]
-# `get_state_dict` gives weights and optimizer by the plain model's names, whatever wraps it, and `set_state_dict` puts them back.
-# The random state has a name of its own on each rank; what is equal on all of them is written once.
-# A new iterator of a `DataLoader` draws a number from the default generator, from which dropout draws as well. A run that was started twice would drop other units, so loaders have a generator of their own.
+# `get_state_dict` returns weights and optimizer state by the unwrapped model's names under any wrapper, and `set_state_dict` loads them.
+# The random state has a different name on each rank; entries that are equal on all ranks are written once.
+# A new iterator of a `DataLoader` draws a number from the default generator, which dropout uses, too. A resumed run makes one more iterator and would drop different units, so loaders get their own generator.
 #
-# A checkpoint is written under a name with a dot, and renamed when all ranks are through, so a killed save leaves the last one as it was. ([Checkpoints](checkpoint.md) has what is left out here, saving in the background for instance.)
-# Its files have checksums, which all ranks check together before they load.
-# The names of the weights are compared, as other ranks' random states may be missing: DCP alone would load a checkpoint with more layers than the model, and with `allow_partial_load=True` one with fewer, both in silence (torch 2.13).
+# A checkpoint is written under a name that begins with a dot, and renamed when all ranks have written, so a job that is killed while it saves leaves the previous checkpoint intact.
+# Before they load, the ranks verify the files' checksums.
+# They also compare the names of the weights with the model's. DCP loads a checkpoint with more layers than the model without an error, and also one with fewer layers if `allow_partial_load=True` (torch 2.13), which the script sets because some ranks' random states may be missing.
 #
-# The proof: 12 steps with dropout on two ranks without a stop; and the same, stopped after step 5, in the middle of an epoch, and started again.
+# The test trains 12 steps with dropout on two ranks, once without a stop, and once stopped after step 5, in the middle of an epoch, and resumed.
 
 # %%
 unbroken = run_take_home(2, FOLDER / "unbroken", dropout=0.1)[0]
@@ -498,29 +493,29 @@ resumed = run_take_home(2, FOLDER / "parts", dropout=0.1)[0]
 print("the same losses, bit for bit:", stopped + resumed == unbroken)
 
 # %% tags=["hide-input"]
-# Holds losses and weights of the stopped run against the run without a stop
+# Compares losses and weights of the stopped run with those of the run without a stop
 
 a, b = load_weights(FOLDER / "unbroken"), load_weights(FOLDER / "parts")
 assert stopped + resumed == unbroken and all(torch.equal(a[name], b[name]) for name in a)
 
 # %% [markdown]
-# Four ranks could have gone on as well, or one: they deal what is left of the order. Then dropout draws other numbers, and without dropout losses are equal to rounding.
+# One rank or four could resume as well: they divide the rest of the order. Dropout then draws different numbers; without dropout the losses are equal up to rounding.
 #
 # ## FSDP2: weights, gradients and optimizer sharded
 #
-# DDP keeps everything on every rank. When that does not fit, there is FSDP2. `parallelize_model` makes either. They differ there, in `backward`, and in one line of `Training.clip_gradients`:
+# DDP keeps everything on every rank; FSDP2 is for models that do not fit. `parallelize_model` applies one of them. Besides this function only `backward` and one line of `Training.clip_gradients` differ:
 
 # %%
 show.source(take_home.parallelize_model)
 
 # %% [markdown]
-# - **Units.** Each `fully_shard` makes one: its parameters are gathered together before its forward and freed after it. One call on the whole model would be one unit, and gather everything at once. Blocks first, then the root, which takes what is left: embedding and last norm.
-# - **Precision.** The policy replaces `autocast`, in validation as well: parameters are gathered in 16 bits, which halves the bytes, and gradients are added up in `float32`.
-# - **Reshard.** By default a block's parameters are freed after forward and gathered again for backward. `reshard_after_forward=False` keeps them: a third fewer bytes on the wire, and all weights in memory ([ZeRO](zero.md) has the figures).
-# - **Accumulation.** Every micro-batch sends. `set_requires_gradient_sync(False)` puts it off until the last, and keeps whole gradients in `float32` till then: 280 GB on every rank for 70 billion parameters, the memory that you wanted to save.
-# - **ZeRO's stages.** With both of these settings FSDP2 holds what [ZeRO-1](zero.md) holds during a step, and with the first alone what ZeRO-2 holds: `--strategy zero1` and `zero2`.
-# - **Clipping.** The norm adds up the shards' squares over the ranks by itself. What comes is a DTensor: `.full_tensor()` before you print it, on all ranks.
-# - **Tensor parallelism.** `--tensor 2` has pairs of ranks cut each matrix between them first ([how](tensor_parallel.md)); FSDP2 then cuts what is left over the copies. Ranks of a pair have the same share of the data.
+# - **Units.** Each `fully_shard` makes a unit, whose parameters are gathered together before its forward and freed after it. One call on the whole model would gather everything at once. Shard blocks first, then the root, whose unit gets the other parameters: embedding and last norm.
+# - **Precision.** `MixedPrecisionPolicy` replaces `autocast`, in validation as well: parameters are gathered in 16 bits, which halves the bytes, and gradients are added up in `float32`.
+# - **Reshard.** By default a block's parameters are freed after forward and gathered again for backward. `reshard_after_forward=False` keeps them: ranks send a third fewer bytes, and hold all weights in memory ([figures](zero.md)).
+# - **Accumulation.** Every micro-batch reduces gradients. `set_requires_gradient_sync(False)` delays this until the last, and keeps unsharded `float32` gradients till then: 280 GB on every rank for 70 billion parameters, the memory that you wanted to save.
+# - **ZeRO's stages.** With `reshard_after_forward=False` FSDP2 holds as much as [ZeRO-2](zero.md) during a step, and with `set_requires_gradient_sync(False)` as well as much as ZeRO-1: `--strategy zero2` and `zero1`.
+# - **Clipping.** `get_total_norm` adds up the squares of all ranks' shards and returns a DTensor. Call `.full_tensor()` on all ranks before you print it.
+# - **Tensor parallelism.** With `--tensor 2` each pair of ranks first splits every matrix ([how](tensor_parallel.md)); FSDP2 then shards each half over the pairs. Both ranks of a pair read the same share of the data.
 
 # %% tags=["hide-input"]
 # Table: the strategies against one process
@@ -538,15 +533,15 @@ for strategy, degree in (("ddp", 1), ("zero1", 1), ("zero2", 1), ("fsdp2", 1), (
 show.table(rows, ["strategy, 2 ranks", "tensor", "losses", "norm of the gradient, step 6"])
 
 # %% [markdown]
-# Checkpoints need no change. Each rank writes its shards, DCP's index says where they lie, and the names are the plain model's.
-# So the run that DDP began goes on under FSDP2, on four ranks instead of two:
+# Checkpoints need no change. Each rank writes its shards, DCP's index says which file has which shard, and the names are the unwrapped model's.
+# So FSDP2 on four ranks can resume a run that DDP began on two:
 
 # %%
 run_take_home(2, FOLDER / "moved", steps=5)
 moved = run_take_home(4, FOLDER / "moved", strategy="fsdp2")[0]
 
 # %% tags=["hide-input"]
-# Holds the moved run against one process
+# Compares the run that changed to FSDP2 with one process
 
 gaps = [abs(a - b) for a, b in zip(moved, one[5:], strict=True)]
 assert max(gaps) < 1e-5
@@ -554,11 +549,11 @@ print("steps 6 to 12, FSDP2 on four ranks after DDP on two: losses equal one pro
 
 
 # %% [markdown]
-# A **full** state dict, for one file that everybody reads, is an option: `get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))` gathers one tensor after another onto rank 0's host.
+# For one file that any program can read, make a **full** state dict: `get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))` gathers one tensor after another onto rank 0's host.
 #
 # ### A model that no rank holds whole
 #
-# The script builds the model on every rank's host before it cuts it ([how many GB that takes](../book/your_job.md#emit)). On the device `meta`, tensors have shapes and no storage. So a larger model is built there, cut, given room for its shards, and filled from rank 0's host, one tensor at a time.
+# The script builds the whole model in every rank's host memory, then shards it ([how many GB that takes](../book/your_job.md#emit)). Build a larger model on the device `meta`, where tensors have shapes and no storage. Then shard it, allocate the shards, and fill them from rank 0's host, one tensor at a time.
 
 # %%
 def build_on_meta():
@@ -581,10 +576,10 @@ assert ranks.run(build_on_meta, 2) == [0, 0]
 # %% [markdown]
 # ### Compiled blocks
 #
-# The first lines of `parallelize_model` compile each block before it is sharded. All blocks share one compiled program, and gathering stays outside of it.
+# The first lines of `parallelize_model` compile each block before it is sharded. All blocks share one compiled program, which does not include the all-gather.
 
 # %% tags=["hide-input"]
-# Holds compiled blocks against one process
+# Compares compiled blocks with one process
 
 _ = compare_take_home("compiled blocks", micro=4, strategy="fsdp2", compiler="aot_eager")
 
@@ -593,7 +588,7 @@ _ = compare_take_home("compiled blocks", micro=4, strategy="fsdp2", compiler="ao
 #
 # ## How much faster?
 #
-# The same global batch on 1, 2 and 4 ranks, timed in turns. *Compute* is the same step with no message, under `no_sync`.
+# The table times the same global batch on 1, 2 and 4 ranks. *Compute* is the same step without messages, as under `no_sync`.
 
 # %% tags=["hide-input"]
 # Times a step with messages and without
@@ -638,37 +633,37 @@ show.table(
         "step (s)",
         "speed-up",
         "efficiency (%)",
-        "compute of a window, against 1 rank",
+        "compute per window, relative to 1 rank",
         "messages (% of the step)",
     ],
 )
 
 # %% [markdown]
-# Efficiency is the speed-up divided by the ranks. Each loss has a column:
+# Efficiency is the speed-up divided by the number of ranks. Two columns say why it is below 100 %:
 #
-# - *Compute of a window* above 1: ranks share something. Four ranks on two cores have half a core each; on GPUs it is small batches that keep a GPU less busy.
-# - *Messages*: what of the all-reduce backward did not hide.
-# - What is left is waiting for the slowest rank.
+# - *Compute per window* is above 1 if ranks compete for a resource (here four ranks have half a core each) or if small batches keep a GPU less busy.
+# - *Messages* is the part of the all-reduce that backward does not hide.
+# - The rest is waiting for the slowest rank.
 #
 # The slides of a course at Jülich have [1 h 32 min on one GPU, 25 minutes on 4 and 14 on 8](https://github.com/sab148/Running-and-Scaling-Performent-Deep-Learning-Models-on-HPC-Original/blob/0e3c3305509900761d17f9170f6c743f9d51ec96/03-parallelize-training.md): speed-ups of 3.7 and 6.6, efficiencies of 92 and 82 %.
-# Read what was kept constant. In [its script](https://github.com/sab148/Running-and-Scaling-Performent-Deep-Learning-Models-on-HPC/blob/1b90cf6cc86aa43b65ac969f43b94386bdda40f1/train/single_gpu_training.py) it is the batch of a *rank*: the global one grows from 512 to 2,048 and 4,096, so it is the same number of windows, in a quarter and an eighth of the steps. The larger batch keeps each GPU as busy as one alone, and the loss that comes out is another one.
-# The table above keeps the global batch, and with it the training.
+# In [its script](https://github.com/sab148/Running-and-Scaling-Performent-Deep-Learning-Models-on-HPC/blob/1b90cf6cc86aa43b65ac969f43b94386bdda40f1/train/single_gpu_training.py) each *rank's* batch is constant. The global batch grows from 512 to 2,048 and 4,096, so the job reads as many windows in a quarter and an eighth of the steps. Each GPU stays as busy as a single GPU, but the final loss is different.
+# The table above keeps the global batch constant, so the training is the same.
 #
 # ## The script to take home
 #
-# What is left of [code/train.py](../code/train.py) is what a job needs around its training.
-# `log_metrics` writes a line of JSON every 10 steps on rank 0, and draws the step where there is a terminal.
-# A signal reaches one rank or all, at any moment. Every [`step`](#what-a-job-asks-for-besides) begins with an all-reduce of two numbers: the tokens that count, and the ranks that got the signal. So all ranks learn of it in one step, which is the last:
+# The rest of [code/train.py](../code/train.py) logs, handles signals and saves.
+# `log_metrics` writes a line of JSON every 10 steps on rank 0, and shows the step in a terminal.
+# A signal reaches one rank or all, at any moment. Every [`step`](#what-a-job-asks-for-besides) begins with an all-reduce of two numbers: the counted tokens, and the ranks that got a signal. So all ranks learn of the signal in the same step, and stop after it:
 
 # %%
 show.source(Training.log_metrics)
 
 
 # %% [markdown]
-# A checkpoint is saved at once; a validation that was due waits for the next start.
-# All ranks end with status 0, which keeps `torchrun` from starting them again. A file `stopped` says that there is more to do.
+# The job then saves a checkpoint; a validation that is due waits for the next start.
+# All ranks exit with status 0, which keeps `torchrun` from restarting them. The file `stopped` records that the training is not finished.
 # Processes that load data ignore the signal: the last step still needs them.
-# Here rank 1 alone gets a signal while it trains; the command is then given once more.
+# Here only rank 1 gets a signal while it trains; then the job is started again.
 
 # %%
 def train_with_signal(folder, **options):
@@ -686,10 +681,10 @@ rest = run_take_home(2, FOLDER / "signal", **rest)[0]
 print("the second start made", len(rest), "more steps")
 
 # %% [markdown]
-# `lock_folder` locks the folder. A second job in it is refused while the first lives, and ranks that see different folders are told.
-# Each of these, and a damaged checkpoint, ends all ranks with one line and status 2, as a bad option does.
+# `lock_folder` raises an error if another job uses the folder, or if ranks see different folders.
+# These errors, damaged checkpoints and bad options end all ranks with a one-line message and status 2.
 #
-# What it needs from you is a model with a list `blocks`, and three texts. All strategies take any such module; `--tensor` wants the names of its matrices in `STYLES`.
+# The script needs three texts and a model with a list `blocks`. For `--tensor`, also list the names of the model's matrices in `STYLES`.
 # Checkpoints load under any strategy, on any number of ranks that divides the batch.
 #
 # ## What goes wrong, and how it looks
@@ -699,20 +694,20 @@ print("the second start made", len(rest), "more steps")
 # | four GPUs asked for, the time of one; every rank prints the same losses | [the process group](#ranks-a-process-group-and-a-device): each process trains alone |
 # | losses exactly those of one process, and no faster | [a sampler](#samplers-a-share-of-the-data-for-each-rank): all ranks read the same batches |
 # | a loss that falls in steps, one at each epoch | [`set_epoch`](#samplers-a-share-of-the-data-for-each-rank): each epoch repeats the order |
-# | the validation loss changes with the number of ranks | [what fills up](#validation-each-window-once) is counted |
-# | now and then a checkpoint that cannot be read | [one rank writes](#one-rank-prints-and-writes): all did |
+# | the validation loss changes with the number of ranks | [`-100`](#validation-each-window-once): repeated windows count twice |
+# | now and then a checkpoint that cannot be read | [`if rank == 0`](#one-rank-prints-and-writes): all ranks write the file |
 # | bytes per step grow with accumulation | [`no_sync`](#accumulation-several-backwards-before-a-step) |
-# | a spike after each restart | [the optimizer, or the place in the data](#resume-everything-that-decides-the-next-step) is not in the checkpoint |
-# | the job never ends, though all is printed | [the model outlives its group](#ranks-a-process-group-and-a-device) |
+# | a spike after each restart | [the optimizer, or the position in the data](#resume-everything-that-decides-the-next-step) is not in the checkpoint |
+# | the job never ends, though it printed its last line | [the model is freed](#ranks-a-process-group-and-a-device) only after its process group |
 #
-# None of these raises an error. [Parity](parity.md), the next lesson, asks your own two scripts which tensor is the first that differs.
+# None of these raises an error. [Parity](parity.md), the next lesson, finds the first tensor that differs between two scripts of yours.
 #
 # ## When to use what
 #
 # | | for | against |
 # |---|---|---|
 # | DDP | one line; fewest bytes; any module | the whole model and its optimizer on every GPU: 16 bytes a parameter with AdamW |
-# | FSDP2 | a model that does not fit; checkpoints by shards | half as many bytes again on the wire; units to choose; every forward is a collective, in validation as well |
+# | FSDP2 | models that do not fit; sharded checkpoints | sends 1.5 times as many bytes; you choose the units; every forward is a collective, in validation as well |
 # | Lightning, accelerate | the loop, the launch and the checkpoint are written | [what they change without being asked](trainers.md#what-it-hides) |
 #
 # ## Exercises
@@ -721,23 +716,23 @@ print("the second start made", len(rest), "more steps")
 # :label: ex-train-steps
 # ```
 #
-# Copy [one_gpu.py](../code/shardlab/train/one_gpu.py), and change your copy, `my_train.py`, step by step, to number 15 of this table.
-# After each step run `python -m shardlab steps my_train.py` in a terminal, or the cell below. Two ranks run your script, and you read whether the step is made, and if not, what it lacks:
+# Copy [one_gpu.py](../code/shardlab/train/one_gpu.py) to `my_train.py`, and change it step by step, up to step 15 of this table.
+# After each step run `python -m shardlab steps my_train.py` in a terminal, or the cell below. Two ranks run your script, and a message says whether the step is done, and if not, what is missing:
 #
-# | step | what you write | seen on two ranks |
+# | step | what you write | what is checked on two ranks |
 # |---|---|---|
 # | 1, 2 | `init_process_group`, `destroy_process_group` around `main` | a group of two, and none at the end |
-# | 3 | a device by `LOCAL_RANK` | by your text alone, without a GPU |
+# | 3 | a device by `LOCAL_RANK` | without a GPU: your source |
 # | 4 | `manual_seed(seed + 1 + rank)` after the model | one seed for weights, two afterwards |
 # | 5 | `DistributedDataParallel` | whether forward goes through it |
-# | 6, 7 | `DistributedSampler`, `batch // world` | no window twice, 16 in a step |
+# | 6, 7 | `DistributedSampler`, `batch // world` | no window twice, 16 windows in a step |
 # | 8, 9 | `drop_last=True`, `set_epoch` | each step's windows are those of one process |
 # | 10 | the mean of the loss | the printed loss, to four digits |
-# | 11, 12 | validation by shares, each window once | who validates what; the printed loss |
+# | 11, 12 | validation by shares, each window once | which rank validates which windows; the printed loss |
 # | 13, 14, 15 | rank 0 prints and writes, the others wait | output, files and their names, on a slow disk |
 # | 16, 17 | `fully_shard`; whole weights in the files | units; names and shapes in the files |
 #
-# On a cluster, this is a batch file for one GPU, and what changes in it for four; for two nodes see [Clusters](cluster.md).
+# This is a Slurm batch file for one GPU, with the changes for four as comments; for two nodes see [Clusters](cluster.md).
 #
 # ```bash
 # #!/bin/bash
@@ -760,7 +755,7 @@ check(answer, "my_ddp_script")
 # :class: dropdown
 # ```
 #
-# It is the script that the lesson comes to, `core`.
+# The solution is the lesson's third version, `core`.
 
 # %%
 answer = core.__file__
@@ -774,7 +769,7 @@ check(answer, "my_ddp_script")
 # :label: ex-train-fsdp
 # ```
 #
-# Make the last two steps: shards in the place of DDP, and files with whole weights. Nothing else changes.
+# Make the last two steps: `fully_shard` instead of DDP, and files with unsharded weights. Nothing else changes.
 
 # %%
 answer = ...  # "my_train.py"
@@ -790,7 +785,7 @@ check(answer, "my_fsdp_script")
 # ```
 #
 # [fsdp.py](../code/shardlab/train/fsdp.py) differs from `core` in these lines.
-# By default the outermost unit keeps its weights whole after a forward without a backward, as `generate` makes them, and weights that are loaded then do not fit: hence `reshard_after_forward=True`.
+# By default the root module stays gathered after a forward without a backward, such as in `generate`, and then cannot load weights: hence `reshard_after_forward=True`.
 
 # %%
 show_diff(core.main, fsdp.main)
@@ -809,7 +804,7 @@ check(answer, "my_fsdp_script")
 #
 # A validation set has 10 windows. Their losses are 1, 2, 3 and so on to 10.
 # Four ranks validate with `DistributedSampler(windows, shuffle=False)` and average their means.
-# Which loss do they report, where the right one is 5.5?
+# Which loss do they report instead of the right one, 5.5?
 
 # %%
 answer = ...  # nats
@@ -824,7 +819,7 @@ check(answer, "validation_filled_up")
 # :class: dropdown
 # ```
 #
-# Ten windows fill twelve places: the first two are repeated. All ranks have three, so the mean of their means is the mean of all twelve.
+# The sampler repeats the first two windows, which makes twelve. Each rank has three, so the mean of the means is the mean of all twelve.
 
 # %%
 answer = (sum(range(1, 11)) + 1 + 2) / 12
@@ -839,8 +834,8 @@ check(answer, "validation_filled_up")
 # :label: ex-train-mean
 # ```
 #
-# Each rank has the summed loss of its tokens and their number, as Python numbers. Some ranks may have none.
-# Return the mean loss of a token over all ranks of `group`, the same number on each.
+# Each rank has the summed loss of its tokens and their number, as Python numbers. Some ranks may have no tokens.
+# Return the mean loss per token over all ranks of `group`, the same number on each rank.
 
 # %%
 def my_mean(total, count, group):
@@ -873,12 +868,12 @@ check(my_mean)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} Go on with fewer ranks (medium)
+# ```{exercise-start} Resume with fewer ranks (medium)
 # :label: ex-train-order
 # ```
 #
-# `order` is the order of an epoch, a list of window numbers. `done` steps of `batch` windows are over, made by any number of ranks.
-# Return the windows that this rank reads in the rest of the epoch, in order, when `size` ranks go on. An incomplete last batch is dropped. `size` divides `batch`.
+# `order` is the order of an epoch, a list of window numbers. Some number of ranks has already made `done` steps of `batch` windows.
+# Return the windows that this rank reads in the rest of the epoch, in order, when `size` ranks resume. An incomplete last batch is dropped. `size` divides `batch`.
 
 # %%
 def my_rest(order, done, batch, rank, size):
@@ -897,7 +892,7 @@ check(my_rest)
 # :class: dropdown
 # ```
 #
-# The position counts windows of all ranks; who has read them does not matter.
+# The position counts windows of all ranks; which rank read which window does not matter.
 
 # %%
 def my_rest(order, done, batch, rank, size):
@@ -915,8 +910,8 @@ check(my_rest)
 # :label: ex-train-logs
 # ```
 #
-# Four versions of the script ran on two ranks, for two epochs of four steps. Each lacks one of `sampler`, `set_epoch`, `wrapper` and `all_reduce`, the last one in the losses.
-# The table has how far each rank's losses are from those of one process. Which version lacks what?
+# Four versions of the script ran on two ranks, for two epochs of four steps. Each lacks one line: `sampler`, `set_epoch`, `wrapper` or `all_reduce` (of the losses).
+# The table shows each rank's losses minus those of one process. Which version lacks which line?
 
 # %% tags=["hide-input"]
 # Table: losses of four versions that lack a line, minus those of one process
@@ -936,7 +931,7 @@ check(answer, "missing_lines")
 # :class: dropdown
 # ```
 #
-# A's ranks print what one process prints, to the last bit: they read the same. B is right until the second epoch. C's ranks differ from one another, and their mean is right. D is right at the first step alone, as weights drift apart afterwards.
+# A's ranks print exactly one process's losses: they read the same batches. B is right until the second epoch. C's ranks differ from each other, but their mean is right. D is right only at the first step; then the ranks' weights drift apart.
 
 # %%
 answer = {"A": "sampler", "B": "set_epoch", "C": "all_reduce", "D": "wrapper"}
@@ -951,7 +946,7 @@ check(answer, "missing_lines")
 # ```
 #
 # A model of 1.3 billion parameters trains on 8 GPUs of 40 GB with AdamW and `--precision bf16`, with a batch of 512 sequences. It has to stop within 60 seconds of a signal.
-# How many GB of weights, gradients and optimizer does each GPU hold with `--strategy ddp`, and how many with `fsdp2`?
+# How many GB of weights, gradients and optimizer states does each GPU hold with `--strategy ddp`, and how many with `fsdp2`?
 # Which strategy, `--micro` and `--every` would you begin with, and what would you measure first?
 
 # %%
@@ -967,7 +962,7 @@ check(answer, "states_of_a_job")
 # :class: dropdown
 # ```
 #
-# With `autocast` and with FSDP2's policy alike, weights, gradients and AdamW's two averages are kept in `float32`: 16 bytes a parameter.
+# Both `autocast` and FSDP2's policy keep weights, gradients and AdamW's two averages in `float32`: 16 bytes per parameter.
 
 # %%
 full = 16 * 1.3e9 / 1e9
@@ -977,28 +972,28 @@ print(f"left of 40 GB: ddp {40 - full - buckets - casts:.0f}, fsdp2 {40 - full /
 check(answer, "states_of_a_job")
 
 # %% [markdown]
-# DDP holds more than that: its buckets are a second copy of the gradients (without `gradient_as_bucket_view=True`), and what `autocast` has cast is kept for backward. So 11 GB are left for activations. FSDP2 has 37, less a block or two that are gathered; as every micro-batch sends, no whole gradients wait.
-# Begin with `ddp`, which sends least, and the largest `--micro` that fits. If that is only 1 or 2, `fsdp2` leaves three times as much, and larger products may pay for its messages.
-# A rank has 64 sequences of a step. A signal comes within a step, and the next one is the last: two steps and a save must take less than 60 seconds. Measure one of each.
+# DDP holds more: its buckets are a second copy of the gradients (without `gradient_as_bucket_view=True`), and `autocast` keeps its 16-bit weights for backward. So 11 GB are left for activations. FSDP2 leaves 37 GB, minus one or two gathered blocks; every micro-batch reduces gradients, so no unsharded gradients are kept.
+# Begin with `ddp`, which sends least, and the largest `--micro` that fits. If only 1 or 2 fit, `fsdp2` leaves three times as much memory, and the larger matrix products may save more time than its messages cost.
+# A rank has 64 sequences of a step. If a signal comes during a step, the next step is the last: two steps and a save must take less than 60 seconds. Measure one of each.
 # `--every` follows from how long a save takes and how often a job dies ([Checkpoints](checkpoint.md#how-often-to-save)).
-# First of all, hold ten losses against one process with the same seed; better, ask for [every tensor](parity.md#two-scripts).
+# First of all, compare ten losses with one process and the same seed; better, compare [every tensor](parity.md#comparing-two-scripts).
 #
 # ```{solution-end}
 # ```
 #
 # ## Summary
 #
-# - Forty lines take a script from one process to many; compare losses and weights with one process after each step.
+# - Forty lines turn a script for one process into one for many; compare losses and weights with one process after each change.
 # - All ranks share one seed for the weights and one for the order of the data; each has its own seed for dropout.
-# - Ranks send sums and counts, and divide once: in training losses, in validation, in accumulation.
-# - One rank writes a whole checkpoint, all ranks write shards; write under a temporary name, then rename.
+# - All-reduce sums and counts, then divide: in training losses, in validation, in accumulation.
+# - One rank writes a full checkpoint, or each rank its shards; write under a temporary name, then rename.
 # - The checkpoint holds everything that decides the next step: weights, optimizer, scaler, position in the data, random states.
-# - A decision that depends on one rank's data (stop, skip a step) takes one all-reduce.
-# - FSDP2 changes the wrapper, the place where the precision is set, and `no_sync`; nothing else.
+# - If a decision depends on one rank's data (stop, skip a step), all ranks need an all-reduce to agree on it.
+# - FSDP2 replaces the wrapper, `autocast` and `no_sync`; nothing else changes.
 #
 # ## Further reading
 #
-# - {cite}`li2020ddp`: how DDP hides its messages; section 3 has the interface that this script uses.
+# - {cite}`li2020ddp`: how DDP overlaps messages with backward; section 3 has the interface that this script uses.
 # - {cite}`zhao2023fsdp`: FSDP's units, and what resharding costs.
 # - {cite}`micikevicius2018mixed`: why half precision needs a scale, and which parts stay in single precision.
 # - PyTorch's own [notes on DDP](https://docs.pytorch.org/docs/stable/notes/ddp.html) and [FSDP2's tutorial](https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html).

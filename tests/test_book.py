@@ -82,7 +82,6 @@ def _parse_cached(path: Path, _changed: int) -> Page:
 
 
 def parse_page(path: Path) -> Page:
-    """Return a parsed file, cached while it does not change."""
     return _parse_cached(path, path.stat().st_mtime_ns)
 
 

@@ -31,12 +31,10 @@ EXERCISE = (
 
 
 def make_deck(*sections: str, opening: str = "") -> list[deck.Slide]:
-    """Return the slides of a page with these sections."""
     body = "".join(f'<section id="s{n}">{one}</section>' for n, one in enumerate(sections))
     page = f"<section><h1>A lesson</h1>{opening}{body}</section>"
-    return deck.make_slides(
-        BeautifulSoup(page, "html.parser"), lambda name: [f"a mistake in {name}"]
-    )
+    parsed = BeautifulSoup(page, "html.parser")
+    return deck.make_slides(parsed, lambda name: [f"a mistake in {name}"])
 
 
 def make_cell(lines: int, tags: str = "", out: str = "") -> str:
@@ -71,10 +69,8 @@ def test_code_comes_before_what_it_printed_and_long_code_stays_on_the_page():
 
 def test_tags_overrule_the_rule():
     both = f"{TABLE}<p>Something else stands between.</p>{{}}"
-    assert [s.kind for s in make_deck(f"<h2>One</h2>{both.format(make_cell(5))}")][1:] == [
-        "table",
-        "code",
-    ]
+    (_, *made) = make_deck(f"<h2>One</h2>{both.format(make_cell(5))}")
+    assert [slide.kind for slide in made] == ["table", "code"]
     skipped = make_deck(f"<h2>One</h2>{both.format(make_cell(5, 'tag_skip-slide'))}")
     assert [s.kind for s in skipped] == ["title", "table"]
     many = [f"<h2>Number {n}</h2>{TABLE}" for n in range(40)]
@@ -97,9 +93,8 @@ def test_a_deck_has_at_most_so_many_slides_and_its_notes_all_of_the_prose():
 def test_a_slide_knows_the_paths_that_come_to_it():
     made = make_deck(f"<h2>Bytes</h2>{TABLE}", f"<h2>A <code>sum</code>, whole</h2>{TABLE}")
     some = paths.Segment("a", "A", [("a-sum-whole", "A `sum`, whole")], [], 1, 0)
-    mark_paths(
-        made, [("all", paths.Segment("a", "A", [], [], 1, 0)), ("some", some), ("some", some)]
-    )
+    every = paths.Segment("a", "A", [], [], 1, 0)
+    mark_paths(made, [("all", every), ("some", some), ("some", some)])
     assert [slide.paths for slide in made] == [["all", "some"], ["all"], ["all", "some"]]
     assert 'data-paths="all some"' in render_deck(made, "a.html", "../")
 

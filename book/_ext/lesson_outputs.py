@@ -120,7 +120,6 @@ def _find_outputs(name: str, app: Sphinx, finder: build.DependencyFinder) -> Pag
 
 
 def _execute_missing(found: dict[str, PageOutputs], root: Path) -> list[str]:
-    """Execute the pages without outputs, save the results, and return the failures."""
     failures: dict[str, str] = {}
     ended = count(1)
 

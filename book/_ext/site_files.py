@@ -41,7 +41,6 @@ _REVEAL = (
 
 
 def _get_package_folder(name: str, folder: str) -> Path:
-    """Return a folder of an installed package."""
     return Path(str(metadata.distribution(name).locate_file(folder)))
 
 

@@ -708,7 +708,7 @@ print("the second start made", len(rest), "more steps")
 # |---|---|---|
 # | DDP | one line; fewest bytes; any module | the whole model and its optimizer on every GPU: 16 bytes a parameter with AdamW |
 # | FSDP2 | models that do not fit; sharded checkpoints | sends 1.5 times as many bytes; you choose the units; every forward is a collective, in validation as well |
-# | Lightning, accelerate | the loop, the launch and the checkpoint are written | [what they change without being asked](trainers.md#what-it-hides) |
+# | Lightning, accelerate | the loop, the launch and the checkpoint are written | [what they change without being asked](trainers.md#what-a-trainer-changes-without-being-asked) |
 #
 # ## Exercises
 #

@@ -18,8 +18,8 @@
 #
 # After this lesson you can
 #
-# - train with PyTorch Lightning on one GPU or on two nodes, with validation, checkpoints, and a job that Slurm starts again;
-# - name what a trainer changes behind your back, and check whether yours did;
+# - train with PyTorch Lightning on one GPU or on two nodes, with validation, checkpoints, and a Slurm job that resumes after its time limit;
+# - name what a trainer changes without being asked, and check what your trainer changed;
 # - train a sharded model in `float16`, with the same loss scale on all ranks;
 # - read the fp16 section of DeepSpeed's configuration.
 
@@ -57,7 +57,7 @@ logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 # %% [markdown]
 # ## Lightning
 #
-# Lightning's `Trainer` has the loop, the sampler, DDP or FSDP2, clipping and checkpoints. You write a model, its losses and its optimizer:
+# Lightning's `Trainer` implements the loop, the sampler, DDP or FSDP2, clipping and checkpoints. You write a model, its losses and its optimizer:
 
 # %%
 show.source(lightning.LitGPT)
@@ -70,11 +70,11 @@ show.source(lightning.LitGPT)
 show.source(lightning.build_trainer, lightning.main)
 
 # %% [markdown]
-# On one machine `python -m shardlab.trainers.core --folder runs/a` is enough: Lightning uses the GPUs that it finds, and starts a process of the script for each.
+# On one machine `python -m shardlab.trainers.core --folder runs/a` is enough: Lightning finds the GPUs, and starts one process per GPU.
 #
 # ### Two nodes
 #
-# Under Slurm Lightning starts nothing. `srun` starts a task for each GPU, and Lightning reads its rank from Slurm's variables.
+# Under Slurm Lightning starts no processes. `srun` starts one task per GPU, and Lightning reads its rank from Slurm's variables.
 # So `--ntasks-per-node` and `devices` both have to be the number of GPUs of a node, and `num_nodes` the job's number of nodes; Lightning compares them with Slurm's variables.
 # [lightning.sbatch](../code/shardlab/trainers/lightning.sbatch) is the batch file:
 
@@ -83,23 +83,23 @@ existing_ranks.show_batch_file()
 
 # %% [markdown]
 # Two minutes before the time limit Slurm sends `SIGUSR1` to each task. Lightning's handler then saves a checkpoint, and calls `scontrol requeue`, which puts the job back into the queue.
-# It does so within the signal, which reaches each rank in another step. A rank that saves waits for the others while they wait for it in a step, and now and then the job hangs ([Lightning#21406](https://github.com/Lightning-AI/pytorch-lightning/issues/21406), version 2.6).
-# So a callback notes the signal, and calls that handler once all ranks know of it, every ten steps:
+# The signal may reach the ranks in different steps. A rank that saves then waits for the other ranks, while these wait for it in a collective, and sometimes the job hangs ([Lightning#21406](https://github.com/Lightning-AI/pytorch-lightning/issues/21406), version 2.6).
+# So a callback records the signal. Every ten steps an all-reduce tells all ranks whether any rank got one, and then all call Lightning's handler:
 
 # %%
 show.source(lightning.SynchronizedSave, lightning.find_newest_checkpoint)
 
 
 # %% [markdown]
-# At the next start there may be two checkpoints, that of the signal and that of the last validation. Lightning goes on from the one that `ckpt_path` names, or without it from that of the signal, however old it is. `find_newest_checkpoint` gives it the newer one.
-# For all this the batch file needs `--signal` and `--requeue`. With `#SBATCH --signal=B:USR1@120` the signal would go only to the shell of the batch file, and nothing would be saved.
+# At the next start there may be two checkpoints, one from the signal and one from the last validation. Lightning resumes from the checkpoint that `ckpt_path` names; without `ckpt_path` it takes the signal's checkpoint, however old. So the script passes the newer one, which `find_newest_checkpoint` returns.
+# The batch file needs `--signal` and `--requeue`. With `#SBATCH --signal=B:USR1@120` the signal would go only to the batch script's shell, and nothing would be saved.
 #
-# The [tests](../tests/test_trainers.py) submit this file to a real Slurm of two nodes on one machine, send the signal, and check that the job starts again and finishes. They have no GPU: `accelerator="auto"` on GPUs, and nccl between nodes, are not tested.
+# The [tests](../tests/test_trainers.py) submit this file to a real Slurm that runs two nodes on one machine, send the signal, and check that the job starts again and finishes. They run without GPUs, so `accelerator="auto"` on GPUs and nccl between nodes are not tested.
 #
-# ### Held against a plain loop
+# ### Comparison with a plain loop
 #
 # On this page `ranks.run` starts the ranks, and `ExistingRanks` (12 lines) makes Lightning use them.
-# The cell compares two epochs of 40 windows, in ten steps of 8, with a loop without Lightning. That loop draws the order of the windows with `torch.randperm`, whose seed is the seed + epoch.
+# The cell trains two epochs of 40 windows, in ten steps of 8, with Lightning and with a plain loop. The plain loop draws the order of the windows with `torch.randperm`, seeded with seed + epoch.
 
 # %%
 def train_plainly(steps=10):
@@ -156,12 +156,12 @@ show.table(rows, ["2 ranks, 10 steps", "losses", "norms before clipping", "weigh
 
 # %% [markdown]
 # "Equal" is $10^{-5}$ for losses and norms, and $10^{-4}$ for weights, since AdamW moves a weight by up to $10^{-3}$ however small its gradient.
-# The last row is easy to get by accident. `ModelParallelStrategy()` by default shards over the *nodes*, and uses the ranks of a node for tensor parallelism. On one node, `fully_shard` over its `"data_parallel"` mesh then shards over one rank. Both ranks read the same windows and compute the same, without a warning: you pay for two GPUs, and train as with one.
-# FSDP1 (`strategy="fsdp"`) refuses a CPU.
+# The last row is an easy mistake. By default `ModelParallelStrategy()` shards over nodes, and uses the ranks of a node for tensor parallelism. On one node its `"data_parallel"` mesh has one rank, so `fully_shard` does not shard. Both ranks read the same windows and compute the same, without a warning: you pay for two GPUs, and train as with one.
+# FSDP1 (`strategy="fsdp"`) does not run on CPUs.
 #
-# ## What it hides
+# ## What a trainer changes without being asked
 #
-# To see this, the Trainer gets a module that only records what it is given: 8 numbers to train on, and 5 to validate, in batches of 2.
+# To see these changes, the cell passes the `Trainer` a module that only records its inputs: 8 numbers to train on, and 5 to validate, in batches of 2.
 
 # %% tags=["hide-input"]
 # Table: what the Trainer does without being asked
@@ -239,14 +239,14 @@ rows = [
 show.table(rows, ["you write", "you get"])
 
 # %% [markdown]
-# Each of these defaults is reasonable, and each changes your numbers. With `use_distributed_sampler=False` your own sampler is used; then `set_epoch` is called only if your sampler has it.
+# Each of these defaults is reasonable, and each changes your numbers. With `use_distributed_sampler=False` your own sampler is used; then Lightning calls `set_epoch` only if your sampler has this method.
 #
 # ## accelerate
 #
 # Hugging Face **accelerate** keeps your loop: `model, optimizer, loader = accelerator.prepare(model, optimizer, loader)`, then `accelerator.backward(loss)`.
-# It is not a dependency of this course. On 23 November 2026 version 1.15.0 was run under `torchrun --nproc-per-node=2` with `Accelerator(cpu=True)`: five losses were equal to those of one process within $5\cdot10^{-7}$, clipping included.
-# It is configured by arguments of `Accelerator`, or by a file that `accelerate config` writes, here with `distributed_type: MULTI_CPU`, `use_cpu: true`, `num_processes: 2`.
-# Print the number of processes, the wrapper and the precision that you get. On a CPU they were not what was asked for, without a message:
+# The course does not install it. On 23 November 2026 we ran version 1.15.0 under `torchrun --nproc-per-node=2` with `Accelerator(cpu=True)`: five losses were equal to those of one process within $5\cdot10^{-7}$, clipping included.
+# You configure it by arguments of `Accelerator`, or by a file that `accelerate config` writes, in our run with `distributed_type: MULTI_CPU`, `use_cpu: true`, `num_processes: 2`.
+# Print the number of processes, the wrapper and the precision that you get. On a CPU they silently differed from the configuration:
 #
 # - `accelerate launch` with that file started *one* process;
 # - `FullyShardedDataParallelPlugin(fsdp_version=2)` gave `DistributedDataParallel`;
@@ -254,9 +254,9 @@ show.table(rows, ["you write", "you get"])
 #
 # ## fp16: a scale that all ranks share
 #
-# `bfloat16` has few digits and a large range. `float16` has enough digits, but a small range:
+# `bfloat16` has few digits and a large range. `float16` has more digits, but a small range:
 # its smallest number above 0 is $6\cdot10^{-8}$, its largest 65,504.
-# So the loss is multiplied by a *scale* before backward, which multiplies every gradient by it, too. Before the step gradients are divided by it {cite}`micikevicius2018mixed` (section 3.2).
+# So the loss is multiplied by a *scale* before backward, which scales every gradient, too. Before the step the gradients are divided by the scale {cite}`micikevicius2018mixed` (section 3.2).
 # The cell compares each parameter's gradient with that of `float32`.
 
 # %% tags=["hide-input"]
@@ -285,8 +285,8 @@ assert worst[0] > 3 * worst[16] and rows[1][2].startswith("0 ") and bad
 show.table(rows, ["scale", "largest error (%)", "parameters with inf or nan"])
 
 # %% [markdown]
-# With a scale that is too small gradients lose digits, with one that is too large they overflow.
-# The right scale is not known in advance, and it changes during training. So it is searched for: when a gradient overflows, the scale is halved and the step skipped; after `interval` good steps it is doubled.
+# If the scale is too small, gradients lose digits; if it is too large, they overflow.
+# The right scale is not known in advance, and changes during training. So the scaler adjusts it: when a gradient overflows, it halves the scale and skips the step; after `interval` good steps it doubles the scale.
 
 # %%
 show.source(LossScaler)
@@ -297,12 +297,12 @@ show.source(LossScaler)
 #
 # ![Two ranks, each with a shard of the gradients. Rank 1's has an inf. Each makes a flag of its shard, and an all-reduce with MAX gives both the flag 1: both skip the step and halve the scale.](../figures/trainers_scale.svg)
 #
-# With DDP it is not needed. Every rank has the sum of all gradients, so an inf on one rank is an inf on all, and all skip the same step.
-# With shards, as in ZeRO and FSDP2, a rank has only its own shard of the sum, and the inf may be in another rank's.
+# DDP does not need this all-reduce. Every rank has the sum of all gradients, so an inf on one rank is an inf on all, and all skip the same step.
+# With ZeRO and FSDP2 a rank has only its own shard of the sum, and the `inf` may be in another rank's shard.
 #
-# ### Built, broken, repaired
+# ### A scale on each rank: broken and repaired
 #
-# The function trains with FSDP2 on two ranks, and doubles the scale after 3 good steps instead of 2,000.
+# The function below trains with FSDP2 on two ranks, and doubles the scale after 3 good steps instead of 2,000.
 
 # %%
 def train_in_fp16(group, steps=16):
@@ -376,19 +376,19 @@ show.table(
 )
 
 # %% [markdown]
-# The overflow comes from training itself; none was put in.
-# The first overflow is in one rank's shard. That rank halves its scale, the other keeps its own.
-# From then on gradients of two scales are added. Those with the larger scale overflow in the same shard again, and it does not help to halve the smaller scale: it gets smaller without end, and half of the model no longer trains.
-# One all-reduce of one number, with MAX, repairs it.
-# With stage 2 of the course's ZeRO the same mistake leads to a hang: a rank that steps sends new weights, and a rank that skips does not (`tests/test_trainers.py`).
+# The overflows come from training itself; the cell does not inject any.
+# The first overflow is in one rank's shard. This rank halves its scale, the other rank does not.
+# From then on the reduce-scatter adds gradients with two different scales. Those with the larger scale overflow in the same shard again, although its rank halves the smaller scale in every step: half of the model no longer trains.
+# One all-reduce of one number, with MAX, repairs this.
+# With stage 2 of the course's ZeRO the same mistake ends in a hang: a rank that steps joins the all-gather of new weights, a rank that skips the step does not (`tests/test_trainers.py`).
 #
-# `torch.amp.GradScaler` needs no repair with FSDP2: gradients there are DTensors, and DTensor calls this all-reduce by itself ([pytorch#132816](https://github.com/pytorch/pytorch/pull/132816)). The same test compares it with ours: scales and weights are equal bit for bit.
+# `torch.amp.GradScaler` needs no repair with FSDP2: gradients are `DTensor`s, which call this all-reduce themselves ([pytorch#132816](https://github.com/pytorch/pytorch/pull/132816)). The same test compares `GradScaler` with our `LossScaler`: scales and weights are bitwise equal.
 #
 # ````{admonition} Checked: "GradScaler knows DTensors, so all ranks decide alike"
 # :class: checked
 #
-# Only if the *first* gradient is sharded: its placement decides how the flag is reduced (torch 2.13, November 2026).
-# With a replicated gradient before a sharded one, as in tensor parallelism, one rank's scale became 512 and the other's stayed at 1,024. A mix of DTensors and plain tensors is refused.
+# This holds only if the *first* gradient is sharded: its placement decides how the flag is reduced (torch 2.13, November 2026).
+# With a replicated gradient before a sharded one, as in tensor parallelism, one rank's scale became 512 and the other's stayed at 1,024. A mix of DTensors and plain tensors raises an error.
 # ````
 
 # %% tags=["hide-input"]
@@ -444,7 +444,7 @@ de.check_config(settings, optimizer=True)  # an AdamW comes beside them
 
 
 # %% [markdown]
-# `de.check_config` checks all lines against DeepSpeed's own schema. Three lines that are left out matter:
+# `de.check_config` checks all lines against DeepSpeed's own schema. Three settings need an explanation:
 #
 # - `loss_scale_window` is our `interval`;
 # - when the scale is at `min_loss_scale`, an overflow ends the run with an exception;
@@ -452,7 +452,7 @@ de.check_config(settings, optimizer=True)  # an AdamW comes beside them
 #
 # DeepSpeed reduces its flag with MAX, as we do (`has_overflow` in `stage_1_and_2.py`).
 #
-# On most CPUs DeepSpeed refuses fp16: "Type fp16 is not supported on your device", from `_do_sanity_check` in `engine.py`. They lack instructions without which torch computes `float16` only slowly. So the cell overrules the check, and the real engine trains: once with these settings, once with a first scale of $2^{20}$ and a window of 3.
+# On most CPUs DeepSpeed refuses fp16: "Type fp16 is not supported on your device", from `_do_sanity_check` in `engine.py`. These CPUs have no fast float16 instructions, but torch can still compute. So the cell disables the check, and the real engine trains: once with these settings, once with an initial scale of $2^{20}$ and a window of 3.
 
 # %%
 def train_with_deepspeed(changes, steps=10):
@@ -532,19 +532,19 @@ rows.insert(0, ["overflow", *("yes" if overflow else "" for overflow in overflow
 show.table(rows, ["step", *map(str, range(1, 11))])
 
 # %% [markdown]
-# With a first scale of $2^{20}$ four steps are skipped, and a fifth because of the hysteresis.
-# After an overflow the scale is doubled after four good steps, not three: DeepSpeed counts one more.
+# With an initial scale of $2^{20}$ DeepSpeed skips four steps that halve the scale, and a fifth because of the hysteresis.
+# After an overflow it doubles the scale after four good steps, not three: its window is one step longer.
 #
 # ## What goes wrong, and how it looks
 #
-# | symptom | the line that is missing |
+# | symptom | cause or missing line |
 # |---|---|
-# | losses differ from the script's from the first step | [the order](#what-it-hides): Lightning's sampler shuffles, unless `use_distributed_sampler=False` |
-# | with `ModelParallelStrategy`, two GPUs take as long as one | [`data_parallel_size`](#held-against-a-plain-loop): its default shards over nodes |
+# | losses differ from the script's from the first step | [the order](#what-a-trainer-changes-without-being-asked): Lightning's sampler shuffles, unless `use_distributed_sampler=False` |
+# | with `ModelParallelStrategy`, two GPUs take as long as one | [`data_parallel_size`](#comparison-with-a-plain-loop): its default shards over nodes |
 # | a job hangs at its time limit: two ranks save at different steps | [one step for all](#two-nodes): a flag in an all-reduce, then Lightning's handler |
 # | a job is ended at its time limit, without a checkpoint | [`--signal`](#two-nodes), without `B:` |
-# | losses rise after an overflow, scales differ by rank | [one decision](#built-broken-repaired): each rank checks only its own shard |
-# | the run ends with an exception, at the smallest scale | [`min_loss_scale`](#fp16-in-deepspeeds-configuration): the loss itself is nan, or the model overflows without a scale |
+# | losses rise after an overflow, scales differ by rank | [one decision](#a-scale-on-each-rank-broken-and-repaired): each rank checks only its own shard |
+# | the run ends with an exception, at the smallest scale | [`min_loss_scale`](#fp16-in-deepspeeds-configuration): the loss is nan, or gradients overflow at any scale |
 #
 # ## When to use what
 #
@@ -553,7 +553,7 @@ show.table(rows, ["step", *map(str, range(1, 11))])
 # | [a script of your own](train.md#the-script-to-take-home) | every line that decides a number is yours | launch, signals and checkpoints are 300 lines |
 # | Lightning | the loop, the launch and the checkpoint are written | what it changes without being asked |
 # | accelerate | the loop stays yours | the wrapper or the precision may not be the one that you asked for |
-# | `float16` | GPUs without `bfloat16`, as V100 and T4 | a scale, skipped steps, one more decision for all ranks |
+# | `float16` | GPUs without `bfloat16`, such as V100 and T4 | a scale, skipped steps, one more all-reduce |
 #
 # ## Exercises
 #
@@ -562,7 +562,7 @@ show.table(rows, ["step", *map(str, range(1, 11))])
 # ```
 #
 # A script trains on 4,096 windows with `batch_size=16`, on one GPU. You give Lightning's `Trainer` `devices=4` and change nothing else.
-# How many optimizer steps does an epoch have now?
+# How many optimizer steps does an epoch then have?
 
 # %%
 answer = ...  # steps
@@ -577,7 +577,7 @@ check(answer, "lightning_steps")
 # :class: dropdown
 # ```
 #
-# `batch_size` is that of one rank: a step has 4 × 16 windows, and the learning rate was chosen for 16.
+# `batch_size` is per rank: a step reads 4 × 16 windows, though the learning rate was chosen for 16.
 
 # %%
 answer = 4096 // (4 * 16)
@@ -592,7 +592,7 @@ check(answer, "lightning_steps")
 # ```
 #
 # `"initial_scale_power": 32`, `"hysteresis": 2`, in DeepSpeed. Gradients overflow wherever the scale is above $2^{16}$.
-# How many steps are skipped before the first one is made?
+# How many steps are skipped before the first successful step?
 
 # %%
 answer = ...  # steps
@@ -607,7 +607,7 @@ check(answer, "skipped_steps")
 # :class: dropdown
 # ```
 #
-# The first overflow uses up the hysteresis. Then each one halves the scale: at $2^{32}$, $2^{31}$, down to $2^{17}$.
+# The first overflow uses up the hysteresis. Then each overflow halves the scale: at $2^{32}$, $2^{31}$, down to $2^{17}$.
 
 # %%
 answer = 1 + (32 - 16)
@@ -623,7 +623,7 @@ check(answer, "skipped_steps")
 # ```
 #
 # Each rank has a list of its shards of the gradients, which may be empty.
-# Return `True` on all ranks if no rank has an inf or a nan, `False` on all ranks otherwise: a `bool`.
+# Return the `bool` `True` on all ranks if no rank has an inf or a nan, otherwise `False` on all ranks.
 
 # %%
 def my_decision(gradients, group):
@@ -642,7 +642,7 @@ check(my_decision)
 # :class: dropdown
 # ```
 #
-# Each rank sends a flag, not gradients: a sum of large finite gradients could overflow. Every rank calls the collective, also one without shards or without an inf.
+# Each rank sends a flag, not gradients: a sum of large finite gradients could overflow. Every rank calls the collective, also a rank without shards or without an inf.
 
 # %%
 def my_decision(gradients, group):
@@ -660,7 +660,7 @@ check(my_decision)
 # ## Summary
 #
 # - Lightning needs a module with a training step, a validation step and an optimizer, and a `Trainer` that says on which devices, for how long, and which checkpoints to keep.
-# - Under Slurm, `srun` starts the ranks; with `--signal` and `--requeue` a job saves at its time limit and goes on.
+# - Under Slurm, `srun` starts the ranks; with `--signal` and `--requeue` a job saves before its time limit and resumes.
 # - A trainer's defaults change numbers: the order of the data, the batch of a step, the averaging of losses, windows that count twice.
 # - In `float16` the loss has a scale. In a sharded model an overflow may be seen by one rank only: one all-reduce with MAX decides for all.
 # - With DeepSpeed's hysteresis the first overflow does not halve the scale, and after an overflow its window is one step longer.

@@ -66,13 +66,10 @@ def run_lighthouse(program: Path, browser: str, address: str, *more: str) -> dic
 
 
 def get_score(report: dict, category: str) -> float:
-    """Return a score, 0 to 100."""
     return 100 * (report["categories"][category]["score"] or 0)
 
 
 def find_longest_lesson(site: Path) -> str:
-    """Return the lesson with the most words."""
-
     def count_words(path: Path) -> int:
         return len(re.sub(r"<[^>]+>", " ", path.read_text("utf-8")).split())
 

@@ -128,9 +128,8 @@ def test_page_is_sound(visit, site, name):
     page.set_viewport_size({"width": 360, "height": 740})
     page.wait_for_timeout(400)  # other boxes scroll now
     wrong["wider than 360 px"] = page.evaluate(TOO_WIDE)
-    wrong["phone"] = find_violations(
-        page, "scrollable-region-focusable", "button-name", "link-name"
-    )
+    rules = ("scrollable-region-focusable", "button-name", "link-name")
+    wrong["phone"] = find_violations(page, *rules)
     page.set_viewport_size({"width": 1280, "height": 800})
     places = page.evaluate(FEWER_WORDS, GOOD)
     wrong["light"] = find_violations(page, *COLOURS)

@@ -85,13 +85,11 @@ def open_deck(visit):
 
 
 def split_slides(site, topic: str) -> list[str]:
-    """Return the visible HTML of each slide."""
     text = (site / f"slides/{topic}.html").read_text("utf-8")
     return [part.partition("<aside")[0] for part in text.split("<section")[1:]]
 
 
 def strip_blanks(html: str) -> str:
-    """Return the text of HTML without blanks."""
     return "".join(unescape(re.sub(r"<[^>]+>", "", html)).split())
 
 

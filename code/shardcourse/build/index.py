@@ -169,7 +169,6 @@ def generate_files(root: Path) -> dict[Path, str]:
 
 
 def _generate_toc(index: Index) -> str:
-    """Return the book's table of contents."""
     import yaml
 
     parts = []
@@ -182,7 +181,6 @@ def _generate_toc(index: Index) -> str:
 
 
 def _format_topic_table(index: Index) -> list[str]:
-    """Return the landing page's table of lessons."""
     lines = ["| part | lesson | what you will be able to do |", "|---|---|---|"]
     for part in index.parts:
         for i, topic in enumerate(part.topics):

@@ -283,7 +283,6 @@ async def _execute_cells(
 
 
 async def _shut_down_kernel(manager: AsyncKernelManager, client: NotebookClient) -> None:
-    """Shut the kernel down, in whatever state it is."""
     if await manager.is_alive():
         await manager.shutdown_kernel()
     await manager.cleanup_resources()

@@ -59,7 +59,6 @@ These notebooks are yours to run and to change; the lessons' sources stay as the
 
 
 def _format_link(name: str, root: Path) -> str:
-    """Return a link to a page's notebook."""
     lines = get_source_path(name, root).read_text("utf-8").splitlines()
     title = next(line[2:] for line in lines if line.startswith("# "))
     return f"[{title}]({Path(name).name}.ipynb)"

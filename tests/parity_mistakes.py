@@ -362,12 +362,12 @@ LESSON_MISTAKES: dict[
     },
     "tensor_parallel": {
         "The forgotten all-reduce": "tensor: sum of the input's gradient forgotten",
-        "Dropout: ranks with seeds of their own": MASKS,
-        "one seed too many": MASKS,
-        "Shards initialised apart": "tensor: shards drawn from seeds of their own",
+        "Dropout: seeds inside and outside the regions": MASKS,
+        "one seed for all ranks": MASKS,
+        "Initialisation of shards": "tensor: shards drawn from seeds of their own",
         "one seed on all ranks": "tensor: shards drawn from one seed",
-        "A batch for each rank, a norm for each rank": "tensor: a batch for each rank",
-        "a norm for each rank": "tensor: clipped by the norm of each rank",
+        "Different batches or gradient norms on the ranks": "tensor: a batch for each rank",
+        "gradient norms on the ranks": "tensor: clipped by the norm of each rank",
         "row-parallel layers each add their bias": "tensor: bias added by each rank",
     },
     "tensor_types": {

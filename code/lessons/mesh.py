@@ -490,7 +490,7 @@ for seeded in ("one seed", "by rank", "by copy"):
 show.table(rows, ["seeds", "alike in a tensor group", "alike in two copies"])
 
 # %% [markdown]
-# 50 % is what chance gives. So `Parallel` seeds torch's generator by copy and stage; within a tensor group, [each rank draws for itself](tensor_parallel.md#dropout-ranks-with-seeds-of-their-own-or-with-one-seed-too-many) only where it has a part.
+# 50 % is what chance gives. So `Parallel` seeds torch's generator by copy and stage; within a tensor group, [each rank draws for itself](tensor_parallel.md#dropout-seeds-inside-and-outside-the-regions) only where it has a part.
 # Another mesh then drops other numbers: compare with one process at dropout 0.
 #
 # ## What it costs

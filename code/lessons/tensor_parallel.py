@@ -14,19 +14,19 @@
 # ---
 
 # %% [markdown]
-# # Tensor parallelism: every matrix cut, every sum made once
+# # Tensor parallelism: column-parallel and row-parallel layers
 #
 # After this lesson you can
 #
-# - cut a feed-forward network, attention, an embedding and a loss over ranks, and say for each matrix why by columns or by rows;
+# - cut a feed-forward network, attention, an embedding and a loss over ranks, and explain for each matrix whether to cut it by columns or by rows;
 # - write the two operators that make the cut model's *gradients* right, and recognise the loss curve of a model that lacks one;
-# - predict to the byte what a rank holds and sends, and say why the ranks should be joined by one fast switch;
-# - apply the cuts to a plain GPT from outside, and read PyTorch's `parallelize_module` as the same thing.
+# - predict the bytes that a rank holds and sends, and explain why the ranks should share one fast switch;
+# - apply the cuts to a plain GPT without changing its code, and read a plan of PyTorch's `parallelize_module`.
 #
-# You need one thing from [Collectives](collectives.md): the all-reduce.
+# You need the all-reduce from [Collectives](collectives.md).
 #
-# Before you start, a number. A *single* block of Llama 3 405B takes 51 GB during training, and the model has 126 blocks.
-# [Pipelines](pipeline.md) give each rank whole blocks, and [ZeRO](zero.md) gathers a whole block before it computes. This lesson cuts the block.
+# A *single* block of Llama 3 405B takes 51 GB during training, and the model has 126 blocks.
+# [Pipelines](pipeline.md) give each rank whole blocks, and [ZeRO](zero.md) gathers a whole block before computing it. Tensor parallelism cuts the block.
 
 # %% tags=["hide-input"]
 # Imports, and the small model and batches that every cell takes
@@ -70,7 +70,7 @@ MODEL = Config(seq=64, layers=4, heads=4, hidden=128, tied=False)
 
 
 def draw_normal(seed, *shape):
-    """Normal numbers that follow from the seed alone: the same on every rank."""
+    """Normal random numbers from a fixed seed, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(ranks.device())
 
@@ -98,7 +98,7 @@ def format_short(difference):
 
 
 def run_our_step(model, step, size=8):
-    """Forward and backward of a cut model; the loss."""
+    """Run forward and backward of a cut model; return the loss."""
     tokens, targets = make_batch(step, size)
     value = tp.vocab_parallel_loss(model(tokens), targets, model.tensor_group)
     value.backward()
@@ -106,9 +106,9 @@ def run_our_step(model, step, size=8):
 
 
 # %% [markdown]
-# ## The part that no other cut divides
+# ## Why cut single layers
 #
-# The table takes the 16 bytes for each parameter of [Memory](memory.md): weights, gradients, AdamW.
+# The table assumes 16 bytes for each parameter (weights, gradients, AdamW), as in [Memory](memory.md).
 
 # %% tags=["hide-input"]
 # Table: the model states of one block
@@ -124,14 +124,14 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# A stage of a pipeline holds one block at least. ZeRO's stage 3 shards the states, but gathers a block's weights to compute with them, and its rank computes the whole block.
-# Neither makes one block's forward any shorter, nor its activations any smaller.
+# A stage of a pipeline holds at least one block. ZeRO's stage 3 shards the states, but each rank gathers a block's weights and computes the whole block.
+# Neither makes one block's forward shorter or its activations smaller.
 # So we cut the matrices themselves.
 #
 # ## One matrix product, cut in two ways
 #
 # Let $Y = XW$, and let every rank have all of $X$. There are two ways to divide the work among ranks, and each is one line.
-# In code `T` stands for tokens, `I` and `O` for inputs and outputs, and a small letter for a rank's part of what its capital counts: `o` columns of `O`.
+# In code `T` is the number of tokens, `I` and `O` those of inputs and outputs. A small letter is a rank's part: `o` of `O` columns.
 
 # %%
 def take_shard(x, dim):
@@ -152,19 +152,19 @@ def by_rows(x_TI, w_IO):
 
 
 # %% [markdown]
-# A column of $Y$ needs all of $X$ and one column of $W$, nothing else. So a cut *by columns* sends nothing, and leaves each rank with some of the columns:
+# A column of $Y$ needs all of $X$ and one column of $W$. So a cut *by columns* sends nothing, and each rank computes some columns of $Y$:
 #
 # $$
 # X\,[\,W^{(0)} \mid W^{(1)}\,] = [\,X W^{(0)} \mid X W^{(1)}\,] .
 # $$
 #
-# A cut *by rows* goes where the columns of $X$ go: rank 0's columns of $X$ meet rank 0's rows of $W$. What comes out has the full shape, but is only a summand, and the ranks add theirs up:
+# A cut of $W$ *by rows* needs $X$ cut by columns: rank 0 multiplies its columns of $X$ by its rows of $W$. Each product has the full shape of $Y$, but is only a summand, so the ranks add up their products:
 #
 # $$
 # [\,X^{(0)} \mid X^{(1)}\,] \begin{bmatrix} W^{(0)} \\ W^{(1)} \end{bmatrix} = X^{(0)} W^{(0)} + X^{(1)} W^{(1)} .
 # $$
 #
-# Both give what one process computes, on two ranks and on four:
+# Both cuts give the same $Y$ as one process, on two ranks and on four:
 
 # %%
 def compare_both_cuts():
@@ -175,7 +175,7 @@ def compare_both_cuts():
 two, four = ranks.run(compare_both_cuts, 2), ranks.run(compare_both_cuts, 4)
 
 # %% tags=["hide-input"]
-# Holds both cuts against the whole product
+# Compares both cuts with the whole product
 for found in (two, four):
     columns, sums, (want, *_) = zip(*found, strict=True)
     # Float32, entries up to 5: a product of other shape may add up in another order.
@@ -186,17 +186,17 @@ for found in (two, four):
 
 
 # %% [markdown]
-# PyTorch's `nn.Linear` keeps its weight transposed, `[out, in]`. Cut by columns in the formula is cut by *rows* of `linear.weight`, and the other way round: the commonest confusion in this subject.
+# PyTorch's `nn.Linear` keeps its weight transposed, `[out, in]`. A cut by columns in the formula is a cut by *rows* of `linear.weight`, and the reverse. This is often confused.
 #
 # ## A feed-forward network: columns, then rows
 #
 # A feed-forward network is two products with a function between them, $Y = \mathrm{GELU}(X W_1)\, W_2$.
-# Cut the first by columns and the second by rows, and the output of the first is cut just as the second needs its input.
-# GELU looks at each number by itself, so each rank applies it to its own columns. Between the two matrices nothing is sent at all {cite}`shoeybi2019megatron`.
+# Cut $W_1$ by columns and $W_2$ by rows: then the first product's output is cut just as the second product needs its input.
+# GELU is elementwise, so each rank applies it to its own columns. Nothing is sent between the two matrices {cite}`shoeybi2019megatron`.
 #
 # ![A feed-forward network on two ranks. Each rank has all of X. The first matrix is cut by columns: each rank has 4096 x 8192 of it, and computes its half of XW₁ and of its GELU. The second is cut by rows: each rank has 8192 x 4096 of it, and computes a summand of Y, as large as all of Y. An all-reduce adds the two, and each rank has all of Y.](../figures/tensor_parallel_ffn.svg)
 #
-# Here is the picture's network, with three tokens: each rank makes only its own half of the weights.
+# This cell runs the picture's network on three tokens; each rank creates only its own half of the weights.
 
 # %%
 def run_halves(rank):
@@ -216,7 +216,7 @@ def run_on_two_ranks():
 
 
 # %% tags=["hide-input"]
-# Holds the picture's network on two ranks against one process
+# Compares the picture's network on two ranks with one process
 def run_one_process():
     (w1_Hf, w2_fH), (w1_Hg, w2_gH) = run_halves(0), run_halves(1)
     w1_HF, w2_FH = torch.cat([w1_Hf, w1_Hg], 1), torch.cat([w2_fH, w2_gH])
@@ -235,20 +235,20 @@ for rank, (y_TH, held) in enumerate(ranks.run(run_on_two_ranks, 2)):
 
 
 # %% [markdown]
-# ### Two operators make the gradients right
+# ### Two operators for backward: copy_to and reduce_from
 #
-# Training needs gradients, and for them the same two cuts need a second all-reduce, in another place.
-# Every rank multiplied *the same* $X$ by its own columns, so the loss depends on $X$ through all ranks:
+# The backward of these two cuts needs a second all-reduce, at another place.
+# Every rank multiplied *the same* $X$ by its own columns of $W_1$, so the loss depends on $X$ through all ranks:
 #
 # $$
 # \frac{\partial L}{\partial X} = \sum_r \frac{\partial L}{\partial (X W_1^{(r)})}\, {W_1^{(r)}}^{\!\top} .
 # $$
 #
-# A rank can compute its own summand alone. At the other end $Y$ is a sum, and each summand has simply the gradient of $Y$, which all ranks have.
+# A rank can compute only its own summand, so backward needs an all-reduce over the ranks. The output $Y$ is a sum, and the gradient of each summand is $dY$, which all ranks have.
 #
 # ![The two operators around a cut piece of network, on two ranks. Forward, copy_to hands each rank the same x, and reduce_from adds up what the two computed. Backward, reduce_from hands each rank the same gradient, and copy_to adds up the gradients of x.](../figures/tensor_parallel_conjugate.svg)
 #
-# Step through both passes. A piece has the colour of the rank that computed it, both colours are the sum, the same on both ranks, and a thick outline marks what is new. $A = \mathrm{GELU}(X W_1)$, and $dX$ is the gradient of the loss by $X$.
+# Step through both passes. A tensor has the colour of the rank that computed it, or both colours if it is the sum, the same on both ranks. A thick outline marks new tensors. $A = \mathrm{GELU}(X W_1)$, and $dX$ is the gradient of the loss with respect to $X$.
 #
 # :::{step-through} A feed-forward network on two ranks, forward and backward
 # 1. ![Two tables, values above and gradients below, with a row for each of two ranks, and the tensors X, W₁, A, W₂ and Y side by side. Both ranks have all of X. Rank 0 has the left half of W₁'s columns and the upper half of W₂'s rows, rank 1 the other halves. All else is empty.](../figures/steps/tensor_parallel_1.svg)
@@ -257,11 +257,11 @@ for rank, (y_TH, held) in enumerate(ranks.run(run_on_two_ranks, 2)):
 #
 # 2. ![Each rank multiplies X by its columns of W₁ and applies GELU: rank 0 has the left half of A's columns, rank 1 the right half. Nothing is sent.](../figures/steps/tensor_parallel_2.svg)
 #
-#    Each rank computes its columns of $X W_1$, and GELU of them. Nothing is sent.
+#    Each rank computes its columns of $X W_1$ and of $A$. Nothing is sent.
 #
 # 3. ![Each rank multiplies its columns of A by its rows of W₂: it has a summand of Y, as large as all of Y. Nothing is sent.](../figures/steps/tensor_parallel_3.svg)
 #
-#    Its columns of $A$ meet its rows of $W_2$: a summand of $Y$, as large as $Y$. Still nothing is sent.
+#    Each rank multiplies its columns of $A$ by its rows of $W_2$: a summand of $Y$, with the shape of $Y$. Nothing is sent.
 #
 # 4. ![An all-reduce adds the two summands: both ranks have all of Y.](../figures/steps/tensor_parallel_4.svg)
 #
@@ -269,7 +269,7 @@ for rank, (y_TH, held) in enumerate(ranks.run(run_on_two_ranks, 2)):
 #
 # 5. ![In the lower table both ranks have the gradient of Y. Nothing is sent.](../figures/steps/tensor_parallel_5.svg)
 #
-#    Each summand has the gradient of their sum, and that is $dY$, which both ranks have. Nothing is sent.
+#    The gradient of each summand is $dY$, which both ranks have. Nothing is sent.
 #
 # 6. ![Each rank computes the gradients of its rows of W₂ and of its columns of A. Nothing is sent.](../figures/steps/tensor_parallel_6.svg)
 #
@@ -277,18 +277,18 @@ for rank, (y_TH, held) in enumerate(ranks.run(run_on_two_ranks, 2)):
 #
 # 7. ![Each rank computes the gradient of its columns of W₁, and a summand of the gradient of X, as large as all of it. Nothing is sent.](../figures/steps/tensor_parallel_7.svg)
 #
-#    Through GELU, each rank computes the gradient of its own columns of $W_1$, and its summand of $dX$.
+#    After GELU's backward, each rank computes the gradient of its columns of $W_1$, and its summand of $dX$.
 #
 # 8. ![An all-reduce adds the two summands: both ranks have all of the gradient of X. Of the weights' gradients each rank has those of its own halves.](../figures/steps/tensor_parallel_8.svg)
 #
-#    The one message of backward: an all-reduce adds the summands of $dX$. The gradients of weights stay where their weights are.
+#    The one message of backward: an all-reduce adds the summands of $dX$. Each rank keeps the gradients of its own weights.
 # :::
 #
-# So there are two operators, which the paper calls $f$ and $g$. Each is the other one, read backwards:
+# So there are two operators, which the paper calls $f$ (`copy_to`) and $g$ (`reduce_from`). The forward of one is the backward of the other:
 
 # %%
 class CopyTo(torch.autograd.Function):
-    """Forward hands x on; backward adds up what the ranks found for it."""
+    """Identity in forward; backward sums the gradient of x over the ranks."""
 
     @staticmethod
     def forward(ctx, x):
@@ -302,7 +302,7 @@ class CopyTo(torch.autograd.Function):
 
 
 class ReduceFrom(torch.autograd.Function):
-    """Forward adds up the ranks' summands; backward hands the gradient on."""
+    """Sum over the ranks in forward; identity in backward."""
 
     @staticmethod
     def forward(ctx, y):
@@ -316,10 +316,10 @@ class ReduceFrom(torch.autograd.Function):
 
 
 # %% [markdown]
-# To call `dist.all_reduce` in the model's forward, as `by_rows` did, would be wrong: it changes a tensor, and autograd does not know.
-# After the second matrix that happens to be right, since backward has nothing to do there. Before the first matrix backward has to add up, and would not.
+# Calling `dist.all_reduce` in forward, as `by_rows` did, would be wrong: autograd does not record it.
+# After the second matrix the gradients happen to be right, since backward sends nothing there. But before the first matrix backward has to add up gradients, and would not.
 #
-# With the two operators the network is three lines, for training as well:
+# With the two operators, the trainable network has three lines:
 
 # %%
 def plain_ffn(x_TH, w1_HF, w2_FH):
@@ -329,7 +329,7 @@ def plain_ffn(x_TH, w1_HF, w2_FH):
 
 
 def train_once(network, width=512):
-    """Its output, and the gradients of its input and of both matrices."""
+    """Output, and gradients of the input and both matrices."""
     sizes = (64, width), (width, 4 * width), (4 * width, width)
     tensors = [
         draw_normal(seed, *size) / size[0] ** 0.5 for seed, size in enumerate(sizes)
@@ -345,7 +345,7 @@ found = {t: ranks.run(train_once, t, plain_ffn) for t in (2, 4)}
 
 
 # %% tags=["hide-input"]
-# Holds output and gradients against one process
+# Compares output and gradients with one process
 def full_ffn(x_TH, w1_HF, w2_FH):
     return gelu(x_TH @ w1_HF) @ w2_FH
 
@@ -388,20 +388,20 @@ print(f"all-reduces: {calls[0]} in forward, {calls[1]} in backward")
 
 
 # %% [markdown]
-# Half the weights on each rank, half the products, and the same $Y$ on both, for one all-reduce forward and one backward.
+# Each rank holds half the weights and computes half the products, for one all-reduce forward and one backward.
 #
-# The plain version is simpler than the module: it copies each tensor before it adds up, works in the world of all ranks and not in a group, and has no bias.
-# And in backward everything waits for the sum of $X$'s gradient, which [can be avoided](#hide-backwards-half).
+# This plain version is simpler than `shardlab.tensor_parallel`: it copies each tensor before the all-reduce, uses all ranks and not a group, and has no bias.
+# Also, backward waits for the sum of $X$'s gradient, which [can be avoided](#hide-backwards-half).
 #
 # ### The other orders of cuts
 #
-# Each matrix can be cut both ways, so there are four orders. All can be made right. What do they send?
-# Two things decide. After a cut by rows every rank has a summand, and *GELU of a sum is not the sum of GELUs*: it has to be added up first, while it is four times as wide.
-# After a cut by columns every rank has some columns, and a matrix cut by columns wants all of them: they have to be gathered.
+# Each matrix can be cut by columns or by rows, so there are four orders. All give the right $Y$, but send different amounts.
+# If the first matrix is cut by rows, every rank has a summand. *GELU of a sum is not the sum of GELUs*, so the ranks have to add up the summands before GELU, where they are four times as wide as $Y$.
+# If a matrix is cut by columns, it needs all columns of its input, so columns that are spread over the ranks have to be gathered.
 #
 # ![Four ways of cutting two matrices, and what each rank sends, in units of one Y times (N-1)/N. Columns, then rows: nothing before GELU, an all-reduce of Y at the end: 2. Columns twice: an all-gather after GELU and one of Y: 4 + 1. Rows twice: a reduce-scatter before GELU and an all-reduce of Y: 4 + 2. Rows, then columns: an all-reduce before GELU and an all-gather of Y: 8 + 1.](../figures/tensor_parallel_orders.svg)
 #
-# With an all-gather, an all-reduce and a reduce-scatter from [Collectives](collectives.md) each order is one line, and four ranks count what they send.
+# With an all-gather, an all-reduce and a reduce-scatter ([Collectives](collectives.md)) each order is one line. Four ranks count the bytes they send.
 
 # %% tags=["hide-input"]
 # The three collectives, as functions of a tensor
@@ -427,7 +427,7 @@ def scatter_sum(x_TF):
 
 
 # %% [markdown]
-# The first name is the first matrix's cut, the second the second's:
+# The names give the cuts of the first and of the second matrix:
 
 # %%
 ORDERS = {
@@ -478,20 +478,20 @@ head = [
 show.table(rows, head, caption=f"Sent by rank 0 of {N} in forward")
 
 # %% [markdown]
-# The right order sends least, in one message. The others need two messages, of two and a half, three and four and a half times as many bytes.
+# Columns, then rows sends least, in one message. The other orders need two messages, with 2.5, 3 and 4.5 times as many bytes.
 #
 # (tp-plus)=
 # `````{admonition} Checked: "y = y0.to('cuda:0') + y1.to('cuda:0') is the all-reduce"
 # :class: checked
 #
-# In tutorials one process moves both summands to GPU 0 and adds them. The number is right, and autograd knows the way back.
-# But it is a *reduce*: the sum is on GPU 0 alone, and the next layer needs it on all. So it has to be copied back, and everything passes through one GPU's wire: $(N-1)S$ bytes in and as many out, where a rank of a ring has $2\frac{N-1}{N}S$ each way.
-# That is $N/2$ times the bytes through one wire, while all other wires are idle most of the time; the cell counts them.
-# And under `torchrun` the line does something else: each process knows its own summand alone, whatever device it moves it to.
+# In tutorials one process moves both summands to GPU 0 and adds them. The sum is right, and autograd differentiates it.
+# But this is a *reduce*: only GPU 0 has the sum, and the next layer needs it on all GPUs. So GPU 0 has to copy the sum back, and its link carries $(N-1)S$ bytes in and as many out; a rank of a ring has $2\frac{N-1}{N}S$ each way.
+# GPU 0's link thus carries $N/2$ times the bytes of the ring, while all other links idle most of the time; the cell counts the bytes.
+# And under `torchrun` the line adds nothing across processes: each process has only its own summand, on whatever device.
 # `````
 
 # %% tags=["hide-input"]
-# Table: what the copies carry through rank 0's wire
+# Table: bytes over rank 0's link, by copies and by all-reduce
 T, H = 16, 4096
 
 
@@ -544,35 +544,35 @@ head = ["ranks", "have the sum after the plus", "in and out of rank 0: copies (M
 show.table(rows, [*head, "of each rank: all-reduce (MB)", "ratio"])
 
 # %% [markdown]
-# ## The module's operators and layers
+# ## Column-parallel and row-parallel layers
 #
-# The module's operators take a group. They copy where other code may hold the tensor, and `reduce_from_`, with an underscore, makes the sum in place, for a product that was just computed and that no other code keeps.
+# The operators of `shardlab.tensor_parallel` take a group. They copy a tensor that other code may hold. `reduce_from_`, with an underscore, sums in place: it is for a new product that no other code holds.
 
 # %%
 show.source(tp.copy_to, _CopyTo, tp.reduce_from, _ReduceFrom)
 
 # %% [markdown]
-# Two layers take the place of `nn.Linear`. Each keeps its shard of a plain layer's parameters under their old names, and says in `shard_dims` which are cut and along which dimension: saving, loading and clipping ask for that.
-# The column-parallel layer has a bias for each of its columns, which is cut with them. The row-parallel layer has one for each entry of $Y$, of which every rank has all; it is added *after* the sum.
+# Two layers replace `nn.Linear`. Each keeps its shard of a plain layer's parameters under their old names, and lists the cut parameters and their dimensions in `shard_dims`, which saving, loading and clipping read.
+# The column-parallel layer cuts its bias with its columns. In the row-parallel layer every rank holds the whole bias, and adds it *after* the sum.
 
 # %%
 show.source(tp.ShardedLayer, tp.ColumnLinear, tp.RowLinear)
 
 
 # %% [markdown]
-# `shared_input` is for layers that share an input. We come to it [below](#hide-backwards-half).
+# `shared_input` is for layers that share an input: see [below](#hide-backwards-half).
 #
 # (tp-bias)=
 # `````{admonition} Checked: "row-parallel layers each add their bias"
 # :class: checked
 #
-# Then the all-reduce adds up the biases as well: $\sum_r (G^{(r)} W_2^{(r)} + b) = Y + t\,b$ in place of $Y + b$. Nothing fails.
-# While biases are still zero, as they are in the beginning, the numbers are even right.
-# The next cell cuts `nn.Linear` with a bias over $t$ ranks, in both ways.
+# Then the all-reduce adds up the biases as well: $\sum_r (G^{(r)} W_2^{(r)} + b) = Y + t\,b$ instead of $Y + b$, without an error.
+# While biases are zero, as they often are at initialisation, even the output is right.
+# The next cell cuts `nn.Linear` with a bias over $t$ ranks, and adds the bias after and before the sum.
 # `````
 
 # %% tags=["hide-input"]
-# Measures how often the bias is in Y when each rank adds it
+# Measures how many times Y contains the bias when each rank adds it
 def add_bias_by_rows():
     torch.manual_seed(0)
     linear = nn.Linear(256, 64).to(ranks.device())
@@ -595,18 +595,18 @@ for t in (2, 4, 8):
 
 
 # %% [markdown]
-# ## Attention: heads take the place of columns
+# ## Attention: cut by heads
 #
-# A head uses its own columns of queries, keys and values and nothing of other heads, so each rank computes whole heads.
-# The three matrices are cut by columns, the output matrix by rows, and attention takes the place of GELU.
+# A head uses only its own columns of queries, keys and values, so each rank computes whole heads.
+# The matrices of queries, keys and values are cut by columns, the output matrix by rows; attention is between them, as GELU was.
 #
 # ![Attention with eight heads of queries and four of keys and values on two ranks. Rank 0 has the first four heads of queries and the two of keys and values that they share, rank 1 the others: columns of the three matrices. Each computes attention for its own heads, and multiplies by its rows of the output matrix; an all-reduce adds the two summands.](../figures/tensor_parallel_heads.svg)
 #
-# The plain version takes an attention of the plain model. Its weights are those of `nn.Linear`, so columns are dimension 0:
+# The plain version takes an `Attention` of the plain GPT, with weights of `nn.Linear`, so columns are dimension 0:
 
 # %%
 def plain_attention(x_BSH, attention):
-    """What `attention` computes, by this rank's heads of it and all the others'."""
+    """The output of `attention`, computed with each rank's own heads and summed."""
     x_BSH = CopyTo.apply(x_BSH)
     q_BaSD, k_BkSD, v_BkSD = (
         F.linear(x_BSH, take_shard(layer.weight, 0))  # [B, S, H] @ [H, a D]
@@ -623,7 +623,7 @@ def plain_attention(x_BSH, attention):
 
 
 # %% tags=["hide-input"]
-# Holds output and gradients against the plain attention
+# Compares output and gradients with the plain attention
 def compare_attention():
     config = Config(hidden=64, heads=8, kv_heads=4, bias=False)
     torch.manual_seed(0)
@@ -648,22 +648,22 @@ for t in (2, 4):
     )
 
 # %% [markdown]
-# It leaves out biases and dropout, for which ranks need [masks of their own](#dropout-ranks-with-seeds-of-their-own-or-with-one-seed-too-many), and it keeps the whole weights on every rank.
+# This version leaves out biases and dropout, for which ranks need [different masks](#dropout-seeds-inside-and-outside-the-regions), and keeps the whole weights on every rank.
 #
-# So a block has two regions, attention and feed-forward network. Each begins with `copy_to` and ends with `reduce_from`, and nothing is sent inside.
-# What lies between the cut parts (LayerNorms, residual additions, dropout), every rank computes in full.
+# A block has two cut *regions*, attention and feed-forward network. Each begins with `copy_to` and ends with `reduce_from`, and sends nothing in between.
+# Every rank computes everything between the regions (LayerNorms, residual additions, dropout) in full.
 #
 # ![A block on two ranks. The residual stream, LayerNorms and dropout are whole on both ranks. Attention and the feed-forward network are cut, from copy_to to reduce_from. In forward each reduce_from is an all-reduce, in backward each copy_to: two and two.](../figures/tensor_parallel_block.svg)
 #
-# The module does it to the plain GPT from outside: it puts cut layers in the place of whole ones, and the model's own forward runs on.
-# SwiGLU has two matrices in front; both are cut by the same columns, and their product is taken number by number.
-# What enters does so *once* for a region, through a `SharedInput`, and not once for each of queries, keys and values: their gradients are added up locally first.
+# `shardlab.tensor_parallel` replaces the layers of a plain GPT by cut layers; the model's own forward does not change.
+# SwiGLU has two first matrices; both are cut by the same columns, since their outputs are multiplied elementwise.
+# The input enters a region *once*, through a `SharedInput`, and not once for each of queries, keys and values: their gradients are added up locally before the all-reduce.
 
 # %%
 show.source(tp.shard_ffn, tp.shard_attention)
 
 # %% [markdown]
-# So $t$ divides three numbers: heads of queries, the width $F$ and the vocabulary. The heads of keys and values it divides, or they divide it. These are the degrees that do:
+# So $t$ has to divide the query heads, the width $F$ and the vocabulary. It also has to divide the number of key and value heads, or be a multiple of it. These degrees work:
 
 # %%
 padded = replace(PRESETS["gpt-2"], vocab=50_304)
@@ -677,10 +677,10 @@ print("Llama 3 405B", tp.feasible_degrees(PRESETS["llama-3-405b"]))
 
 # %% [markdown]
 # GPT-2's vocabulary is $50257 = 29 \cdot 1733$, so it is padded with entries that no token uses.
-# Any other number is refused before a byte is sent:
+# Any other degree raises an error before a byte is sent:
 
 # %% tags=["hide-input"]
-# Shows the refusal
+# Shows the error
 try:
     ranks.run(lambda: tp.parallelize(GPT(PRESETS["nano"]), dist.group.WORLD), 4)
 except ranks.RankError as error:
@@ -691,22 +691,22 @@ else:
 
 # %% [markdown]
 # (tp-today)=
-# ## Today's attention: copied heads, norms of heads, latents
+# ## GQA, QK norm and latent attention (MLA)
 #
-# Since then, attention has got three additions. Each raises the same question: what does *every* rank use, each for its own heads?
+# Newer models have three additions to attention. In each, *every* rank uses some shared tensor for its own heads.
 #
-# | in | what | on $t$ ranks |
+# | model | addition | on $t$ ranks |
 # |---|---|---|
-# | Llama 3, Qwen3 | few heads of keys and values: 8, or 4 | beyond that several ranks have the same one |
-# | Qwen3 | an RMSNorm of each head of queries and of keys; all heads share its weights | the weights are whole, each rank's gradient of them is not |
-# | DeepSeek-V3 | keys and values of all heads made of one *latent* | what makes the latent is whole, what makes heads of it is cut |
+# | Llama 3, Qwen3 | few heads of keys and values: 8, or 4 | with more ranks than such heads, several ranks hold the same head |
+# | Qwen3 | an RMSNorm of each head of queries and of keys; all heads share its weights | every rank holds the whole weights, but finds only a summand of their gradient |
+# | DeepSeek-V3 | keys and values of all heads computed from one *latent* | the matrix that computes the latent is whole, the matrices that compute heads from it are cut |
 #
-# You know the answer from $x$. All ranks have it, each uses it for its own heads, so each has a summand of its gradient, and `copy_to` adds these up.
-# Weights are no exception. The plain version lets them in by the same operator, and then takes of keys and values the head that its queries look at:
+# The solution is the same as for $x$: all ranks have the tensor, each uses it for its own heads and finds a summand of its gradient, and `copy_to` adds up the summands.
+# Weights that all heads share need `copy_to` as well. The plain version applies it, and then picks the heads of keys and values that the rank's queries use:
 
 # %%
 def plain_qwen(x_BSH, attention):
-    """Grouped attention with norms of heads; ranks may be more than heads of keys."""
+    """Grouped attention with head norms; there may be more ranks than key heads."""
     c, rank, t = attention.config, dist.get_rank(), dist.get_world_size()
     size, parts = c.head_size, min(c.key_value_heads, t)
     q_hH, k_hH, v_hH = (
@@ -735,10 +735,10 @@ def plain_qwen(x_BSH, attention):
 
 
 # %% [markdown]
-# Eight heads of queries, two of keys and values, on up to eight ranks. A head has 12 numbers: in today's models heads times their size need not be $H$.
+# The cell has eight heads of queries and two of keys and values, on up to eight ranks. A head has 12 features: in newer models the number of heads times their size need not be $H$.
 
 # %% tags=["hide-input"]
-# Holds output and gradients against the plain attention
+# Compares output and gradients with the plain attention
 QWEN = Config(
     hidden=64, heads=8, kv_heads=2, head=12, qk_norm=True, bias=False, norm="rms",
     mlp="swiglu", tied=False, layers=2, ffn=192, seq=64,
@@ -771,20 +771,20 @@ for t in (2, 4, 8):
     )
 
 # %% [markdown]
-# The module cuts as far as it goes, so a rank holds one head of keys and values and no more. Copies begin alike and get the same sum, so they stay alike; in the gradient norm each counts once.
-# It adds them up in one message of all heads, with zeros where a head is another rank's, which needs no further group. vLLM copies the weights as well {cite}`vllm2026linear`; Megatron-LM goes on cutting them, and gathers keys and values before each rank picks its own {cite}`nvidia2026attention`.
+# With more ranks than heads of keys and values, `shardlab.tensor_parallel` gives each rank one such head. Copies of a head start equal and get the same summed gradient, so they stay equal; the gradient norm counts each head once.
+# One all-reduce adds up the gradients of all heads, with zeros for the heads that a rank does not hold, so no further group is needed. vLLM copies the weights, too {cite}`vllm2026linear`; Megatron-LM cuts them within a head, and gathers keys and values before each rank picks its own {cite}`nvidia2026attention`.
 #
-# A *latent* {cite}`deepseek2024v3` moves the place where the region begins. DeepSeek-V3 first multiplies $x$ by narrow matrices: 1,536 numbers a token for queries, 512 for keys and values, 64 that know the position. All 128 heads are made of these.
-# Every rank computes the narrow part whole, as it does a norm. What enters is the latents, and what is cut are the matrices that make heads of them:
+# With a *latent* {cite}`deepseek2024v3` the region begins later. DeepSeek-V3 first multiplies $x$ by narrow matrices, which give 1,536 features a token for queries, 512 for keys and values, and 64 with the position. All 128 heads are computed from these.
+# Every rank computes the narrow products in full, as it does a norm. The latents enter the region, and the matrices that compute heads from them are cut:
 
 # %%
 show.source(tp.shard_latent, tp.core._compress_and_enter)
 
 # %% [markdown]
-# Both as whole models, with a window in every other layer of the first, and with experts in the second:
+# The table compares both as whole models, the first with a window in every other layer, the second with experts:
 
 # %% tags=["hide-input"]
-# Table: both models beside one process
+# Table: both models compared with one process
 WINDOWED = replace(QWEN, window=16, full_every=2)
 DEEPSEEK = replace(
     QWEN, kv_heads=None, qk_norm=False, head=8, value=12, latent=16, query_latent=24,
@@ -835,7 +835,7 @@ head = [
 show.table(rows, head)
 
 # %% [markdown]
-# And the cost, for the published shapes: what eight ranks do not divide, and what enters.
+# The next table gives the cost for the published shapes: the parameters that eight ranks do not divide, and the size of the region's input.
 
 # %% tags=["hide-input"]
 # Table: a layer's attention on one of eight ranks, by formula
@@ -863,28 +863,28 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# Two copies of a head cost Qwen3 a tenth more of attention's weights. DeepSeek-V3's ranks have half as much again as an eighth: each has what makes the latents.
-# In return backward adds up 2,112 numbers a token at the entrance, in place of 7,168. With sequence parallelism, the next lesson, the narrow part is computed of a rank's own tokens, and what has to be gathered are latents, too.
+# Two copies of each head increase a Qwen3 rank's attention weights by a tenth. A DeepSeek-V3 rank holds half as much again as an eighth, because each has the matrices that compute the latents.
+# In return, backward all-reduces 2,112 numbers a token instead of 7,168. With [sequence parallelism](sequence_parallel.md), a rank computes the latents of its own tokens only, and the ranks gather latents.
 #
 # ## Vocabulary: embedding, logits, loss
 #
-# The largest matrix of GPT-2 is its *embedding*. It is cut by rows: a rank looks up the tokens that it has, and puts zeros for the others; the sum has each row once.
+# The largest matrix of GPT-2 is its *embedding*. It is cut by rows: a rank looks up the tokens whose rows it holds, and puts zeros for the others; the sum over the ranks is the whole output.
 #
 # ![The vocabulary on two ranks, four of eight entries each. Left, the embedding: for tokens 5, 1, 7 and 2 each rank looks up those that it has and puts zeros for the others; an all-reduce adds the two. Right, the loss: each rank keeps its half of the logits, and three numbers for each token are reduced: the largest logit, the sum of the exponentials, and the target’s logit, which one rank has.](../figures/tensor_parallel_vocabulary.svg)
 #
-# The head is a column-parallel layer, so each rank gets the *logits* of its own entries.
-# To gather them would be expensive, and is not needed. With $V$ entries, logits $z_j$, and $j \in r$ for the entries of rank $r$, the loss of a token is
+# The head is a column-parallel layer, so each rank computes the *logits* of its own vocabulary entries.
+# Gathering the logits would be expensive, and is not needed. With $V$ entries, logits $z_j$, and $j \in r$ for the entries of rank $r$, the loss of a token is
 #
 # $$
 # \log \sum_{j=1}^{V} e^{z_j} - z_\text{target}
 # = \log \sum_r \Big( \sum_{j \in r} e^{z_j - z_{\max}} \Big) + z_{\max} - z_\text{target} ,
 # $$
 #
-# and all that a rank has to tell the others is three numbers for each token. The plain versions use the operators that you know:
+# so the ranks exchange only three numbers for each token. The plain versions use the operators from above:
 
 # %%
 def local_entries(numbers_BS, v):
-    """Places in this rank's v entries, and which of the numbers are among them."""
+    """Row indices within this rank's v entries, and a mask of the entries it holds."""
     local_BS = numbers_BS - dist.get_rank() * v
     own_BS = (local_BS >= 0) & (local_BS < v)
     return local_BS * own_BS, own_BS
@@ -906,17 +906,17 @@ def plain_loss(logits_BSv, targets_BS):
 
 
 # %% [markdown]
-# Backward sends nothing. The gradient of a logit is softmax minus one for the target, and each rank knows that for its own entries; autograd finds it by itself.
-# What the plain loss leaves out is memory: it holds several tensors as large as the logits, which are the largest activation of a small model. The module's loss [holds one](#the-modules-loss-one-tensor-as-large-as-the-logits).
-# Both losses and both embeddings compute what one process computes; gathering would send hundreds of times as many bytes.
+# Backward sends nothing. The gradient of a logit is its softmax, minus one for the target, and each rank can compute it for its own entries.
+# The plain loss wastes memory: it holds several tensors as large as the logits, the largest activation of a small model. `tp.vocab_parallel_loss` [holds one](#vocabulary-parallel-loss-with-one-tensor-of-the-logits-size).
+# Both losses and both embeddings equal one process's; gathering would send hundreds of times as many bytes.
 
 # %% tags=["hide-input"]
-# Table: both losses beside one process, and what they hold and send
+# Table: both losses compared with one process, memory and bytes sent
 V, B, S = 4096, 4, 128
 
 
 def measure_loss(which):
-    """On a rank: off one process by, logits held besides, bytes handed over."""
+    """On a rank: difference from one process, memory (logits), bytes sent."""
     group = dist.group.WORLD
     logits_BSV = draw_normal(0, B, S, V)
     targets_BS = torch.arange(B * S, device=ranks.device()).view(B, S) * 7 % V
@@ -979,9 +979,9 @@ show.table(
 # %% [markdown]
 # For one sequence of 8,192 tokens of Llama 3, float32 logits and 8 ranks, gathering would send 3,677 MB from each rank; three numbers a token are 0.17 MB.
 #
-# ### The module's loss: one tensor as large as the logits
+# ### Vocabulary-parallel loss with one tensor of the logits' size
 #
-# The module writes the backward by hand, and turns one tensor of the logits' size into the gradient in place.
+# `_CrossEntropy` has a hand-written backward, which turns one tensor of the logits' size into the gradient in place.
 
 # %%
 show.source(tp.VocabEmbedding.forward, _CrossEntropy)
@@ -989,7 +989,7 @@ show.source(tp.VocabEmbedding.forward, _CrossEntropy)
 # %% [markdown]
 # ## The whole model
 #
-# With these parts the whole GPT is cut in place. Names of parameters stay, so a state dict of one process fits, and the optimizer is made as ever.
+# `parallelize` cuts the whole GPT in place with these parts. Parameters keep their names, and the optimizer is created as usual.
 
 # %%
 show.source(tp.parallelize)
@@ -1000,7 +1000,7 @@ show.source(tp.parallelize)
 
 # %%
 def train_five_steps(config):
-    """The weights, whole again, after five steps of AdamW."""
+    """The gathered weights after five steps of AdamW."""
     group = dist.group.WORLD
     model = tp.parallelize(build_model(config), group)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -1018,12 +1018,12 @@ weights = ranks.run(train_five_steps, 2, Config(seq=32, layers=2, heads=8, hidde
 print("tensors of a plain GPT:", len(weights))
 
 # %% [markdown]
-# The optimizer is torch's own. AdamW works on each number by itself, so it computes the same on a shard as on the whole matrix.
+# The optimizer is torch's. AdamW is elementwise, so it computes the same on a shard as on the whole matrix.
 #
-# ### Five steps beside one process
+# ### Comparison with one process over five steps
 #
 # The next cell trains one process and $t$ ranks on the same batches, and compares logits, gradients and weights.
-# "GPT-2's" are its choices (GELU, LayerNorm, biases, a tied head), "Llama's" its own (SwiGLU, RMSNorm, two heads of queries for each of keys and values, no tied head).
+# The model "GPT-2's" has GELU, LayerNorm, biases and a tied head; "Llama's" has SwiGLU, RMSNorm, two heads of queries for each of keys and values, and no tied head.
 
 # %% tags=["hide-input"]
 # Table: largest differences from one process, on 2 and on 4 ranks
@@ -1035,7 +1035,7 @@ CASES = {"GPT-2's": GPT2ISH, "Llama's": LLAMAISH}
 
 
 def compare_gradients(alone, cut_, group):
-    """By parameter: how far its gradient is from this rank's part of one process's."""
+    """For each parameter: the difference of its gradient from one process's shard."""
     full = dict(alone.named_parameters())
     for (name, p), dim in zip(
         cut_.named_parameters(), tp.get_shard_dims(cut_).values(), strict=True
@@ -1099,8 +1099,8 @@ show.table(rows, ["model", "type", "logits", "gradients", "weights after 5 steps
 
 
 # %% [markdown]
-# Float64 has nine digits more than float32, and the differences shrink by as many: it is rounding.
-# Why not zero, as in [ZeRO](zero.md) and [Pipeline parallelism](pipeline.md)? There each product had the same operands. Here a sum of products is made in parts, on several ranks, and the parts are added afterwards, so other intermediate results are rounded.
+# Float64 has nine digits more than float32, and the differences shrink by nine digits, so they are rounding errors.
+# In [ZeRO](zero.md) and [Pipeline parallelism](pipeline.md) the difference is zero, because each product has the same operands. Here several ranks compute parts of a sum of products, so other intermediate results are rounded.
 # The [tests](../tests/test_tensor_parallel.py) do the same for one rank, 16-bit weights, recomputation and clipping.
 #
 # ## What it costs
@@ -1108,7 +1108,7 @@ show.table(rows, ["model", "type", "logits", "gradients", "weights after 5 steps
 # ### Memory
 #
 # LayerNorms and the biases that are added after sums are whole on every rank; everything else of the model's states is divided by $t$.
-# The cell measures states after a step, and what forward saves for backward.
+# The cell measures the states after a step, and the tensors that forward saves for backward.
 
 # %% tags=["hide-input"]
 # Table: states and activations of a rank, predicted and measured
@@ -1151,19 +1151,19 @@ show.table(rows, head, caption="On each rank, float32")
 
 
 # %% [markdown]
-# States are predicted to the byte. What every rank holds whole is next to nothing, less still in larger models.
+# States are predicted to the byte. The undivided parameters are less than one percent, and less still in larger models.
 #
 # `````{admonition} Checked: "on t ranks everything takes a t-th of the memory"
 # :class: checked
 #
-# Not activations. Inside the two regions they are divided; outside, LayerNorms and residual additions keep the whole residual stream, on every rank.
-# For each block that is $x + y/t$ bytes, and $x$ stays however large $t$ is: on four ranks 43 % are left where 25 % were hoped for.
+# Activations do not. They are divided inside the two regions; outside, every rank keeps the whole *residual stream* for LayerNorms and residual additions.
+# Each block keeps $x + y/t$ bytes, and $x$ does not shrink with $t$: each of four ranks holds 43 % of one process's activations, not 25 %.
 # The next lesson, [Sequence parallelism](sequence_parallel.md), divides the rest.
 # `````
 #
 # ### Messages and bytes
 #
-# Two all-reduces forward and two backward for each block, one after the embedding, one in backward of the head: each carries the stream, $b \cdot s \cdot h$ elements. Two small ones make the loss.
+# A step has two all-reduces forward and two backward for each block, one after the embedding, and one in the head's backward. Each sums the residual stream, $b \cdot s \cdot h$ elements. The loss has two small ones.
 
 # %% tags=["hide-input"]
 # Table: all-reduces and bytes of a step, predicted and counted
@@ -1205,22 +1205,22 @@ show.table(
 )
 
 # %% [markdown]
-# Is that much? Data parallelism hands its all-reduce $P \approx 12 L h^2$ elements in a step, for $P$ parameters in $L$ blocks of width $h$. Tensor parallelism hands its about $4 L b s h$. So with more than $3h$ tokens in a step tensor parallelism sends more: 12,288 tokens for $h = 4096$.
+# Data parallelism all-reduces $P \approx 12 L h^2$ elements in a step, for $P$ parameters in $L$ blocks of width $h$. Tensor parallelism all-reduces about $4 L b s h$. So tensor parallelism sends more if a step has more than $3h$ tokens: 12,288 for $h = 4096$.
 #
-# And ranks wait for it: the next product *needs* the sum. [Hide the messages](#hide-the-messages) finds other work that can overlap with it.
+# Ranks also wait for each all-reduce, because the next product *needs* the sum. [Hide the messages](#hide-the-messages-overlap-with-computation) overlaps some of them with other work.
 #
 # (tp-node)=
 # ### How far to cut: one fast domain
 #
-# Bandwidth decides how large $t$ may be. For one token a block computes about $24h^2$ floating-point operations forward, divided by $t$, and sends $2 \cdot 2\frac{t-1}{t}h$ elements.
-# The ratio of waiting to computing, where nothing is hidden, is
+# Bandwidth limits $t$. In forward, a rank computes about $24h^2/t$ floating-point operations of a block for each token, and sends $2 \cdot 2\frac{t-1}{t}h$ elements.
+# Without overlap, the ratio of waiting to computing is
 #
 # $$
 # \frac{4\,\frac{t-1}{t}\,h\,e\,\beta}{24\,h^2 / (t\,c)} = \frac{(t-1)\,e\,\beta\,c}{6\,h} ,
 # $$
 #
-# with $e$ bytes for an element, $c$ operations per second, and $\beta$ seconds per byte. It grows with $t$ and with the GPU, and falls with $h$; batch and sequence do not matter.
-# The table takes 16-bit elements, a GPU that reaches 400 TFLOP/s, and two wires: 450 GB/s each way, as between GPUs behind one NVLink switch, and 50 GB/s, as over a network card. They are assumptions: put in your own.
+# with $e$ bytes for an element, $c$ operations per second, and $\beta$ seconds per byte. The ratio grows with $t$ and with the GPU's speed, and falls with $h$; batch and sequence length do not matter.
+# The table assumes 16-bit elements, 400 TFLOP/s, and two links: 450 GB/s each way (NVLink switch) and 50 GB/s (network card). Replace these by your own numbers.
 
 # %% tags=["hide-input"]
 # Table: the fraction of forward that waits, by formula
@@ -1237,29 +1237,29 @@ show.table(
 )
 
 # %% [markdown]
-# That is why $t$ ends where the fast wires end. For years that was a machine of eight GPUs, and "at most 8" became a rule of thumb {cite}`narayanan2021megatron`.
-# It is a limit of the fast domain, not of tensor parallelism: in a GB200 NVL72, 72 GPUs are behind one NVLink switch system, with 900 GB/s each way for each {cite}`nvidia2024nvl72`, and a $t$ of 16 or 32 stays inside. What bounds it there is the formula's $t/h$, the number of heads, and products that become thin: [One matrix product on many GPUs](gemm.md) measures how much worse these compute.
-# Beyond, cut by layers ([Pipeline parallelism](pipeline.md)), and copy ([Data parallelism](data_parallel.md)).
+# So $t$ should not exceed the number of GPUs on one fast switch. For years that was a machine of eight GPUs, and "at most 8" became a rule of thumb {cite}`narayanan2021megatron`.
+# This is a limit of the fast domain, not of tensor parallelism: in a GB200 NVL72, 72 GPUs share one NVLink switch system, with 900 GB/s each way for each GPU {cite}`nvidia2024nvl72`, so $t$ can be 16 or 32. There, the limits are the formula's $t/h$, the number of heads, and thin matrix products, which compute less efficiently ([One matrix product on many GPUs](gemm.md)).
+# For more GPUs, combine it with [pipeline](pipeline.md) and [data parallelism](data_parallel.md).
 #
-# ## Hide the messages
+# ## Hide the messages: overlap with computation
 #
 # (tp-backward)=
 # ### Hide backward's half
 #
-# The layers before wait for the gradient of $X$, but nobody waits for the gradients of the weights. So compute the first, send it, and compute the others meanwhile.
-# For that the entrance and all layers that see $X$ become one function of autograd, as Megatron-LM has it for one matrix. `parallelize` uses it unless it is given `edges` that have no `begin` and `back`.
-# In its backward `back` starts the sum, and `arrive()` waits for it; what is computed between them overlaps with the message, and so hides it.
+# Earlier layers wait for the gradient of $X$, but only the optimizer needs the gradients of the weights. So compute the gradient of $X$, start its all-reduce, and compute the weights' gradients meanwhile.
+# For this overlap, `copy_to` and all layers that use $X$ become one autograd function, as in Megatron-LM for one matrix. `parallelize` uses this function unless its `edges` have no `begin` and `back`.
+# In its backward `back` starts the sum, and `arrive()` waits for it; computation between the two overlaps with the message.
 
 # %%
 show.source(tp.SharedInput.take_output, _Columns.backward)
 
 # %% [markdown]
-# Queries, keys and values are three layers of the plain model, which calls them one by one. The first call with an $x$ computes all three, and the other two take theirs.
+# The plain model calls the layers of queries, keys and values one by one. The first call with an $x$ computes all three, and the other two calls return the stored outputs.
 #
-# The next cell takes steps over an emulated wire of 0.4 Gbit/s, in both ways, and predicts them from $\alpha + \beta S$ of each message.
-# To what are these seconds added? Not to a step on loopback: that already contains the time to copy messages and to wait for other ranks, and on a slower link this time overlaps with the link's. To add both counts it twice, as the second line of the table shows.
-# So the base is the same step with operators that send nothing: its numbers are wrong, but its products are the same.
-# At most, a message is hidden for as long as the weights' gradients of the first layers take: 7/12 of a third of the products.
+# The next cell measures steps over an emulated link of 0.4 Gbit/s, with and without overlap, and predicts their time from $\alpha + \beta S$ of each message.
+# The prediction must not add these seconds to a step on loopback (second row): that step already contains the time to copy messages and to wait for other ranks, which on a slower link overlaps with the link's time.
+# It adds them to a step with operators that send nothing: the results are wrong, but the products are the same.
+# A message overlaps at most with the weights' gradients of a region's first layers: 7/12 of a third of the products.
 
 # %% tags=["hide-input", "measured"]
 # Table: steps over a wire, predicted by computing and α + β S
@@ -1272,7 +1272,7 @@ def pass_silently(x, group):
 
 
 def time_on_wire(rounds, nothing, pair):
-    """On a rank: seconds of steps: silent, on loopback, over the wire in two ways."""
+    """On a rank: step times, silent, on loopback, and over the link in two ways."""
     world, slow = dist.group.WORLD, link.create_slow_group(LATENCY, BANDWIDTH)
     cases = (world, nothing), (world, pair), (slow, pair), (slow, tp.REPLICATED)
     models = [
@@ -1324,11 +1324,11 @@ show.table(
 # (tp-forward)=
 # ### Hide forward's half
 #
-# Forward has no gradients to hide behind, and it is often said that nothing can hide its half. But the sum can be made in pieces. Tokens are independent in a product, so the sum of some tokens travels while the next ones are multiplied:
+# In forward there are no weights' gradients to overlap with. But the product can be split by tokens: while some tokens' sum is sent, the next tokens are multiplied:
 
 # %%
 def row_in_pieces(x_Ti, w_iO, pieces, group):
-    """The ranks' products, summed; a piece is sent under the next one."""
+    """The sum of the ranks' products; one piece is sent while the next is computed."""
     under_way = []
     for x_ti in x_Ti.chunk(pieces):
         y_tO = x_ti @ w_iO  # [T / pieces, i] @ [i, O]: a summand
@@ -1339,7 +1339,7 @@ def row_in_pieces(x_Ti, w_iO, pieces, group):
 
 
 # %% tags=["hide-input", "measured"]
-# Holds the pieces against one product, and measures both over a wire
+# Compares the pieces with one product, and measures both over a link
 def in_pieces(rounds):
     """On a rank: seconds of the product, of 1 and of 8 pieces over a wire; gap."""
     group, size = link.create_slow_group(1e-4, 100e6), (1024, 1024, 1024)
@@ -1376,18 +1376,18 @@ print(
 
 
 # %% [markdown]
-# With 8 pieces, at best 7/8 of the shorter of the two, product or message, are hidden. How near the measured value comes depends on what else needs the cores: to copy and add up on loopback is work for the same two.
-# Pieces have a price, too: each is a message with its own $\alpha$, and a thinner product, which computes worse. So they have to stay large.
+# With 8 pieces, at best 7/8 of the shorter of the two, product or message, is hidden. The measured value is lower because copying and adding on loopback use the same two cores.
+# Pieces must stay large: each is a message with its own $\alpha$, and a thinner, less efficient product.
 #
-# This is *asynchronous tensor parallelism*. Where the edges are an all-gather and a reduce-scatter ([Sequence parallelism](sequence_parallel.md)), both are taken apart in this way, around the products before and after them.
-# PyTorch's report of 2024, made with torchtitan, gives a forward faster by up to 29 % for a Llama 3 of 7B and 20 % for 70B, and a whole step by about 8 % {cite}`wang2024asynctp`. These are the authors' numbers, in their set-up; none was measured here.
-# In torch 2.13 it is a pass of the compiler for CUDA (`torch._inductor.config._micro_pipeline_tp`, off by default). Our `parallelize` does without.
+# This is *asynchronous tensor parallelism*. With [Sequence parallelism](sequence_parallel.md), its all-gather and reduce-scatter are split in this way, too.
+# PyTorch's report of 2024, with torchtitan, gives a forward up to 29 % faster for a Llama 3 of 7B and 20 % for 70B, and a whole step about 8 % faster {cite}`wang2024asynctp`; we have not measured this.
+# In torch 2.13 it is a compiler pass for CUDA (`torch._inductor.config._micro_pipeline_tp`, off by default). Our `parallelize` does not do it.
 #
 # (tp-dtensor)=
-# ## PyTorch's parallelize_module beside ours
+# ## Comparison with PyTorch's parallelize_module
 #
-# `parallelize_module` takes a plan: a name, or a pattern, and how that module is cut. Weights become `DTensor`s, tensors that know how they are cut, and each operation on them finds out what has to be sent.
-# The plan says what [`shard_attention` and `shard_ffn`](#attention-heads-take-the-place-of-columns) do, with `PrepareModuleInput` in the place of an entrance:
+# `parallelize_module` takes a plan: module names, or patterns, and how each is cut. Weights become `DTensor`s, which store how they are cut, and each operation on them decides what to send.
+# This plan does the same as [`shard_attention` and `shard_ffn`](#attention-cut-by-heads), with `PrepareModuleInput` in the role of `SharedInput`:
 
 # %%
 def parallelize_by_torch(model, group, enter_once=True):
@@ -1417,7 +1417,7 @@ def torch_step(model, step):
 
 
 # %% [markdown]
-# Now both train for five steps; the third line is the plan as one often sees it, without `PrepareModuleInput`.
+# Both train for five steps; the last row is a common form of the plan, without `PrepareModuleInput`.
 
 # %% tags=["hide-input"]
 # Table: losses, weights, all-reduces and dispatches of both
@@ -1479,9 +1479,9 @@ show.table(list(zip(ways, calls, dispatched, strict=True)), head)
 
 
 # %% [markdown]
-# The same numbers. Without the last entry each of queries, keys and values adds up a gradient of its own: two all-reduces more for each block, and the bytes with them.
+# The results are equal. Without `PrepareModuleInput`, queries, keys and values each all-reduce a gradient of $x$: two more all-reduces of full size for each block.
 #
-# What does DTensor cost? Each operation on a tensor that knows how it is cut has to be looked up, and its result wrapped. The next cell takes a step of both, in turn.
+# DTensor costs time: it has to look up a rule for each operation, and to wrap the result. The next cell measures steps of both, in turn.
 
 # %% tags=["hide-input", "measured"]
 # Measures a step of ours and of DTensor's
@@ -1516,8 +1516,8 @@ for who, times in seconds.items():
 print(f"ours / DTensor, median of the ratios: {ratio:.2f}")
 
 # %% [markdown]
-# The cost is one of operations, not of bytes: in large layers it vanishes, and on a GPU the dispatch runs ahead of the kernels while these are long enough.
-# In return a DTensor always knows how it is cut: FSDP2, checkpoints and clipping use that. [The benchmark](../benchmarks/tensor_parallel.py) measures with more care.
+# This cost is per operation, not per byte: it is negligible in large layers, and on a GPU the dispatch runs ahead of kernels that are long enough.
+# In return, FSDP2, checkpoints and clipping can read from a DTensor how it is cut. [The benchmark](../benchmarks/tensor_parallel.py) measures with more care.
 #
 # | here | PyTorch | Megatron-LM |
 # |---|---|---|
@@ -1530,12 +1530,12 @@ print(f"ours / DTensor, median of the ratios: {ratio:.2f}")
 #
 # ## What goes wrong
 #
-# None of these raises an error.
+# None of these mistakes raises an error.
 #
 # ### The forgotten all-reduce
 #
-# Somebody writes the layers with `reduce_from` and leaves `copy_to` out. Forward is right, to the last digit, and so is the first loss.
-# The module takes its two operators as an argument, so the mistake is one line; both runs train for 80 steps on two ranks, over the same twenty batches.
+# The layers use `reduce_from`, but not `copy_to`. Forward and the first loss are right, to the last digit.
+# `parallelize` takes the two operators as an argument, so the mistake is one line. Both runs train for 80 steps on two ranks, over the same twenty batches.
 
 # %%
 LAB = replace(MODEL, layers=2, hidden=64)
@@ -1546,7 +1546,7 @@ def do_nothing(x, group):
 
 
 def train_step(edges, steps=80):
-    """On a rank: each step's loss, and how far what both ranks have whole is apart."""
+    """On a rank: each step's loss, and the ranks' difference in whole parameters."""
     group, found = dist.group.WORLD, []
     model = tp.parallelize(build_model(LAB), group, edges)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -1559,7 +1559,7 @@ def train_step(edges, steps=80):
 
 
 def compare_replicated(model, group):
-    """Largest difference between ranks in a parameter that all of them have whole."""
+    """Largest difference between ranks in a parameter that all ranks hold whole."""
     named, cuts = dict(model.named_parameters()), tp.get_shard_dims(model)
     replicated = [named[name].detach().view(-1) for name in named if cuts[name] is None]
     mine = torch.cat(replicated)
@@ -1577,7 +1577,7 @@ RUNS = {
 }
 
 # %% tags=["hide-input"]
-# Draws both loss curves, and how far whole parameters are apart
+# Draws both loss curves, and the ranks' difference in whole parameters
 curves = {name: list(zip(*found, strict=True)) for name, found in RUNS.items()}
 (right, stay), (wrong, drift) = curves.values()
 assert abs(right[0] - wrong[0]) < 1e-5 and max(stay) == 0.0 < 0.01 < drift[-1]
@@ -1613,14 +1613,14 @@ show.figure(
 )
 
 # %% [markdown]
-# It trains. Without a second curve to compare, you would blame the learning rate.
-# Each rank's gradients lack the summand of the other rank's part of the network. So parameters that both hold whole, LayerNorms and the biases added after sums, drift apart. *That* is the test, `compare_replicated`: they must stay equal, to the bit.
-# [Tensor types](tensor_types.md) finds the line before the program runs.
+# The wrong model trains, too. Without the right curve to compare, you would blame the learning rate.
+# Each rank's gradients lack the summand of the other rank. So the parameters that both hold whole (LayerNorms, biases added after sums) drift apart. They must stay bitwise equal, which `compare_replicated` tests.
+# The checker of [Tensor types](tensor_types.md) finds the wrong line before the program runs.
 #
-# ### Dropout: ranks with seeds of their own, or with one seed too many
+# ### Dropout: seeds inside and outside the regions
 #
-# Two kinds of masks are wanted. Between the regions every rank has the same activations, and has to drop the same ones. Within attention every rank has other heads, and has to drop independently.
-# So a single seed for all is wrong, and a seed for each rank is wrong. The cell makes both mistakes:
+# Dropout needs two kinds of masks. Between the regions all ranks hold the same activations, and have to drop the same ones. Within attention ranks hold different heads, and have to drop independently.
+# So one seed for all ranks is wrong, and so is a different seed for each rank. The cell makes both mistakes:
 
 # %% tags=["hide-input"]
 # Makes both mistakes: a seed for each rank outside, one inside
@@ -1628,7 +1628,7 @@ DROPS = replace(LAB, dropout=0.1)
 
 
 def run_dropout(seed_of_its_own):
-    """On a rank: loss of step 20; stream of step 1; how far norms end apart."""
+    """On a rank: loss of step 20, stream of step 1, final difference of norms."""
     group, streams = dist.group.WORLD, []
     model = tp.parallelize(build_model(DROPS), group)
     model.norm.register_forward_pre_hook(
@@ -1673,31 +1673,31 @@ print(f"of two heads of one rank: {100 * own:.0f} % of one mask is the other's")
 assert fraction == 1.0
 
 # %% [markdown]
-# By chance, two masks agree in 82 % of their entries, $0.9^2 + 0.1^2$, as those of one rank's heads do. Two ranks' agree in all: heads drop in pairs.
+# Two independent masks agree in 82 % of their entries, $0.9^2 + 0.1^2$, as those of one rank's heads do. With one seed, the masks of two ranks agree everywhere: heads drop in pairs.
 #
-# The loss does not show the other mistake: dropout is noisy in any case. But the ranks no longer have the same stream. They multiply different $X$ by parts of one matrix, and nothing equals one process any more.
-# `parallelize` does as Megatron does. Inside attention each rank draws from a seed of its own, and then puts the generator back:
+# The loss does not show the other mistake, a seed for each rank outside, because dropout is noisy anyway. But the ranks no longer hold the same residual stream: they multiply different $X$ by parts of one matrix, so the sum is wrong.
+# `parallelize` does the same as Megatron: inside attention each rank uses its own seed, and afterwards restores the generator:
 
 # %%
 show.source(own_seed)
 
 
 # %% [markdown]
-# ### Shards initialised apart
+# ### Initialisation: each rank draws its own shard
 #
-# Each rank makes its layers itself, in their own small shapes. Why draw a matrix whole, to throw most of it away?
+# It looks wasteful to draw a whole matrix and keep a shard, so each rank creates its layers with the small shapes.
 #
 # (tp-shards)=
 # `````{admonition} Checked: "each rank can initialise its own shard"
 # :class: checked
 #
-# With *one seed on all ranks*, the shards are equal: rank 1's columns are rank 0's columns again. They get equal gradients and stay equal for ever, and the network has $F/t$ different neurons and not $F$.
-# With a *seed for each rank*, neurons differ. But `nn.Linear` scales its numbers by $1/\sqrt{\text{inputs}}$, and a row-parallel shard has $1/t$ of the inputs: its weights are $\sqrt t$ times too large. Where the scale does not depend on the shape, as in GPT-2's 0.02, this goes well; it is still another model than one process's, and with another $t$ another one again.
-# The cell trains two ranks' feed-forward network for 50 steps, drawn in three ways, and counts different neurons.
+# With *one seed on all ranks*, all shards are equal. They get equal gradients and stay equal for ever, and the network has $F/t$ different neurons instead of $F$.
+# With a *seed for each rank*, neurons differ. But `nn.Linear` scales its weights by $1/\sqrt{\text{inputs}}$, and a row-parallel shard has $1/t$ of the inputs: its weights are $\sqrt t$ times too large. A scale that does not depend on the shape, such as GPT-2's 0.02, is right; but the model still depends on $t$, and differs from one process's.
+# The cell trains a feed-forward network on two ranks for 50 steps, with weights drawn in three ways, and counts different neurons.
 # `````
 
 # %% tags=["hide-input"]
-# Table: a network of shards that were drawn in three ways
+# Table: a network with shards drawn in three ways
 def feed_forward(how, group, wide=64, inner=256):
     """Column- and row-parallel weights of nn.Linear, drawn in one of three ways."""
     torch.manual_seed(0)
@@ -1744,7 +1744,7 @@ show.table(rows, [*head, "loss after 50 steps"])
 
 
 # %% [markdown]
-# DTensor walks into the first of the two where its mesh has no generator of its own, as on CPUs. It prints a warning, and goes on:
+# DTensor makes the first mistake if its mesh has no random generator of its own, as on CPUs, and only prints a warning:
 
 # %%
 def draw_by_torch():
@@ -1761,7 +1761,7 @@ assert torch.equal(*shards)
 
 
 # %% [markdown]
-# So draw each matrix whole, from one seed, and keep your part. A model that is too large to be whole anywhere is drawn matrix by matrix: `tp.initialize_shards` gives it the numbers that one process would have drawn.
+# So draw each matrix whole, from one seed, and keep your part. If the model fits on no rank, draw it matrix by matrix: `tp.initialize_shards` gives each shard the numbers that one process would draw.
 
 # %%
 def initialize_on_meta():
@@ -1776,10 +1776,10 @@ def initialize_on_meta():
 
 
 # %% [markdown]
-# The way back to one process is `tp.full_state_dict`. With `tp.load_full_state_dict` a state goes into shards again, on any number of ranks:
+# `tp.full_state_dict` gathers the shards into the state of one process. `tp.load_full_state_dict` loads such a state into shards again, on any number of ranks:
 
 # %% tags=["hide-input"]
-# Holds both against one process's numbers, bit for bit
+# Compares both with one process's numbers, bit for bit
 def resume_training(state):
     model = tp.parallelize(build_model(MODEL), dist.group.WORLD)
     tp.load_full_state_dict(model, state)
@@ -1803,16 +1803,16 @@ print(f"{len(state)} tensors trained on 4 ranks, loaded on 1 and on 2: the same 
 
 
 # %% [markdown]
-# ### A batch for each rank, a norm for each rank
+# ### Different batches or gradient norms on the ranks
 #
-# Ranks of a tensor group are *one* worker. A sampler that deals out batches by global rank gives them different ones; then the embedding adds up rows of different tokens, and the loss is that of mixed batches.
-# Choose the batch by the number of the group, not of the rank.
-# And torch's `clip_grad_norm_` sees a rank's own gradients. Every rank scales by another factor, and whole parameters drift. `tp.clip_grad_norm_` adds up the squares of what is cut over the ranks, and counts once what is whole.
+# All ranks of a tensor group need *the same* batch. A sampler that chooses batches by global rank gives them different batches; then the embedding adds up rows of different tokens, and the loss is wrong.
+# Choose the batch by the index of the group, not of the rank.
+# torch's `clip_grad_norm_` computes the norm of a rank's own gradients only. So each rank scales by a different factor, and whole parameters drift apart. `tp.clip_grad_norm_` sums the squares of cut gradients over the ranks, and counts whole gradients once.
 
 # %% tags=["hide-input"]
 # Measures the norm: one process's, the module's, torch's by rank
 def norms():
-    """On a rank: the norm of one process, by tp, and by torch on this rank."""
+    """On a rank: the norms of one process, of `tp`, and of torch on this rank."""
     alone, model = build_model(LAB), tp.parallelize(build_model(LAB), dist.group.WORLD)
     tokens, targets = make_batch(0)
     loss(alone(tokens), targets).backward()
@@ -1837,25 +1837,25 @@ print(f"torch's {first:.3f} on rank 0 and {second:.3f} on rank 1")
 #
 # | for | against |
 # |---|---|
-# | Divides weights, gradients, optimizer *and* the work of one block by $t$: a single sequence gets faster | Two all-reduces forward and two backward for each block, hidden in part and with effort |
-# | Divides the activations inside attention and feed-forward network, and the logits | Leaves the stream whole: 43 % of the activations on 4 ranks above |
-# | Needs no larger batch, as data parallelism does, and has no bubble, as a pipeline has | Sends more than data parallelism above $3h$ tokens in a step |
-# | Computes what one process computes | $t$ divides heads, widths and vocabulary; heads of keys and values have to be copied where they are fewer |
-# | | Only over fast wires: in one machine, or one NVLink domain |
+# | Divides weights, gradients, optimizer states *and* the work of one block by $t$, so even a single sequence gets faster | Has two all-reduces forward and two backward for each block, which overlap only in part |
+# | Divides the activations inside attention and feed-forward network, and the logits | Leaves the residual stream whole: 4 ranks above hold 43 % of the activations each |
+# | Needs no larger batch, unlike data parallelism, and has no bubble, unlike a pipeline | Sends more than data parallelism above $3h$ tokens in a step |
+# | Equals one process, but for rounding | $t$ must divide heads, widths and vocabulary; heads of keys and values are copied if there are fewer than ranks |
+# | | Needs fast links: one machine, or one NVLink domain |
 #
-# In a real job these show that it is set up right: the first loss and the first gradient norm are those of one process; LayerNorms' weights are equal on all ranks of a group, to the bit, after a thousand steps; a profile shows four all-reduces for each block and step, and none between queries and keys.
+# In a real job, three signs show a correct setup: the first loss and gradient norm equal those of one process; after a thousand steps, LayerNorms' weights are bitwise equal on all ranks of a group; a profile shows four all-reduces for each block and step, and none between queries and keys.
 #
 # ```{admonition} On more GPUs
 # :class: note
 #
-# Results, held bytes and sent bytes are exact here; seconds are those of ranks that share a machine, or of an emulated wire.
-# A second GPU, linked to the first, would show the one number that decides: what four all-reduces a layer cost beside products of half the size,
+# On this page, results and byte counts are exact; seconds are those of ranks that share a machine, or of an emulated link.
+# Two linked GPUs would show the deciding ratio: the time of a layer's four all-reduces compared with products of half the size,
 # over NVLink and, where you can choose, over PCIe.
 # ```
 #
 # ## Exercises
 #
-# Each exercise has a check; where ranks are needed, it runs your answer on real ones.
+# Each exercise has a check, which runs your answer on real ranks where it needs them.
 #
 # ```{exercise-start} Bytes of a rank (easy)
 # :label: ex-tp-bytes
@@ -1877,7 +1877,7 @@ check(answer, "tp_bytes")
 # :class: dropdown
 # ```
 #
-# Both matrices are divided, and so is the bias of the first. The bias of the second is added to the sum, and every rank has it whole.
+# Both matrices and the first bias are divided. The second bias is added after the sum, so every rank holds it whole.
 
 # %%
 answer = (2 * 4096 * 16384 // 4 + 16384 // 4 + 4096) * 16
@@ -1892,7 +1892,7 @@ check(answer, "tp_bytes")
 # :label: ex-tp-shards
 # ```
 #
-# Return `(up_fH, up_bias_f, down_Hf)` of `rank` of `size`, for a feed-forward network whose weights are those of `nn.Linear`, which computes `x @ weight.T + bias`: `up_FH`, `up_bias_F`, `down_HF`. `size` divides F.
+# A feed-forward network has weights of `nn.Linear`, which computes `x @ weight.T + bias`: `up_FH`, `up_bias_F` and `down_HF`. Return the shards `(up_fH, up_bias_f, down_Hf)` of `rank` of `size` ranks. `size` divides F.
 
 # %%
 def my_ffn_shards(up_FH, up_bias_F, down_HF, rank, size):
@@ -1930,8 +1930,8 @@ check(my_ffn_shards)
 # :label: ex-tp-order
 # ```
 #
-# A feed-forward network with SwiGLU has two matrices, `up` and `gate`, that lead to the inner width, $4h$ here, and `down` leads back. Cut it the wrong way round: `up` and `gate` by rows, `down` by columns. Every rank has all of $X$, and is to have all of $Y$ in the end.
-# With ring collectives, how many times as many bytes does a rank send in forward as in the right order?
+# A feed-forward network with SwiGLU has two matrices, `up` and `gate`, from $h$ to the inner width $4h$, and `down` back to $h$. Cut them in the wrong order: `up` and `gate` by rows, `down` by columns. Every rank starts with all of $X$, and needs all of $Y$ at the end.
+# With ring collectives, what is the ratio of the bytes that a rank sends in forward to those of the right order?
 
 # %%
 answer = ...  # times
@@ -1946,7 +1946,7 @@ check(answer, "tp_other_order")
 # :class: dropdown
 # ```
 #
-# Neither SiLU nor a product of summands is a summand of the result: both inner tensors go through an all-reduce of width $4h$, and an all-gather of width $h$ comes at the end. The right order has one all-reduce of width $h$. An all-reduce counts twice.
+# SiLU and the elementwise product need whole sums, not summands: both inner tensors need an all-reduce of width $4h$, and $Y$ an all-gather of width $h$. The right order has one all-reduce of width $h$. An all-reduce sends twice the bytes of an all-gather.
 
 # %%
 answer = (2 * 2 * 4 + 1) / 2
@@ -1961,7 +1961,7 @@ check(answer, "tp_other_order")
 # :label: ex-tp-gated
 # ```
 #
-# Compute $Y = (\mathrm{SiLU}(X G) \cdot X U)\, D + b$ so that gradients are right as well. Every rank has all of `x_BSH` and `bias_H`, and its own shards of the three matrices, as `nn.Linear` keeps them. `tp.copy_to` and `tp.reduce_from` are yours to use.
+# Compute $Y = (\mathrm{SiLU}(X G) \cdot X U)\, D + b$ with the right gradients. Every rank has all of `x_BSH` and `bias_H`, and its own shards of the three matrices, in the layout of `nn.Linear`. You may use `tp.copy_to` and `tp.reduce_from`.
 # One all-reduce forward and one backward are enough.
 
 # %%
@@ -1981,7 +1981,7 @@ check(my_gated_ffn)
 # :class: dropdown
 # ```
 #
-# $X$ enters once, for both matrices. The bias is added after the sum.
+# Apply `copy_to` to $X$ once, for both matrices. Add the bias after the sum.
 
 # %%
 def my_gated_ffn(x_BSH, gate_fH, up_fH, down_Hf, bias_H, group):
@@ -2002,8 +2002,8 @@ check(my_gated_ffn)
 # :label: ex-tp-heads
 # ```
 #
-# A model has `heads` heads of queries and `kv_heads` of keys and values; head $i$ of the queries uses head $\lfloor i \cdot k / a \rfloor$ of the others. Ranks take consecutive heads of queries. Where ranks are more than `kv_heads`, several ranks hold the same head of keys and values.
-# Return two lists for `rank` of `size`: the heads of keys and values that it holds, and the ranks over which the gradients of their weights have to be added up, itself among them (`[rank]` where nobody else holds them).
+# A model has $a$ = `heads` heads of queries and $k$ = `kv_heads` of keys and values; query head $i$ uses key and value head $\lfloor i \cdot k / a \rfloor$. Ranks hold consecutive query heads. If there are more ranks than `kv_heads`, several ranks hold the same head of keys and values.
+# Return two lists for `rank` of `size`: the heads of keys and values that it holds, and all ranks that hold the same heads, itself included, over which their gradients have to be summed.
 # `size` divides `heads`, and of `size` and `kv_heads` one divides the other.
 
 # %%
@@ -2023,7 +2023,7 @@ check(my_kv_heads)
 # :class: dropdown
 # ```
 #
-# What a rank holds follows from its first and last head of queries. Each copy of a head of keys sees the queries of its own rank alone, so its gradient is a summand: an all-reduce over the copies, and over nobody else.
+# A rank's first and last query heads determine its heads of keys and values. Each copy of such a head is used by its own rank's queries only, so its gradient is a summand, and is all-reduced over the copies alone.
 
 # %%
 def my_kv_heads(heads, kv_heads, rank, size):
@@ -2045,7 +2045,7 @@ check(my_kv_heads)
 # :label: ex-tp-greedy
 # ```
 #
-# Rank $r$ has the logits of entries $r v$ to $r v + v - 1$ of the vocabulary: `logits_BSv`, float32. Return the number of the entry with the largest logit for each token, `[B, S]`, the same on every rank, without gathering logits. Among equal logits the smallest number wins, as `argmax` has it in one process.
+# Rank $r$ has the logits of entries $r v$ to $r v + v - 1$ of the vocabulary: `logits_BSv`, float32. Return the index of the entry with the largest logit for each token, `[B, S]`, on every rank, without gathering logits. Among equal logits choose the smallest index, as `argmax` does in one process.
 
 # %%
 def my_greedy(logits_BSv, group):
@@ -2064,7 +2064,7 @@ check(my_greedy)
 # :class: dropdown
 # ```
 #
-# First the largest logit of all, then the smallest number among those that have it: ranks that have it not offer a number beyond all others.
+# First find the largest logit over all ranks, then the smallest index that has this logit. Ranks without it contribute an index larger than all others.
 
 # %%
 def my_greedy(logits_BSv, group):
@@ -2108,7 +2108,7 @@ check(my_degree)
 # :class: dropdown
 # ```
 #
-# The smallest, because each doubling makes shards thinner and messages no smaller.
+# Return the smallest, because each doubling makes products thinner and messages no smaller.
 
 # %%
 def my_degree(config, limit, node):
@@ -2130,16 +2130,16 @@ check(my_degree)
 # ## Summary
 #
 # - Cut the first matrix by columns and the second by rows: nothing is sent in between, and one all-reduce follows. Other orders send two and a half to four and a half times as much.
-# - Two conjugate operators make the gradients right; without `copy_to` training continues without an error, and learns wrongly.
+# - `copy_to` and `reduce_from` make the gradients right; without `copy_to` the model trains with wrong gradients, and no error is raised.
 # - Attention is cut by heads instead of columns. Whatever every rank uses for its own heads ($x$, a latent or weights) enters by `copy_to`. Embedding, logits and loss are cut by vocabulary; ranks exchange three numbers for each token instead of the logits.
 # - Biases that are added after a sum are whole, and added once; all shards are cut from one initialisation.
 # - Each of $t$ ranks holds a $t$-th of the states, but more than a $t$-th of the activations: the residual stream stays whole.
 # - A block needs four all-reduces of $bsh$ elements in a step. Those of backward can overlap with the weights' gradients, those of forward with other tokens' products; stay within one fast domain all the same.
-# - Tensors that all ranks hold whole must stay bitwise equal: test that.
+# - Test that parameters which all ranks hold whole stay bitwise equal.
 #
 # ## Further reading
 #
-# - {cite:t}`shoeybi2019megatron`: the cuts, the two operators and the vocabulary-parallel loss are section 3; a page and a half.
-# - {cite:t}`narayanan2021megatron`: how tensor, pipeline and data parallelism divide a cluster, and why $t$ ends with the machine.
+# - {cite:t}`shoeybi2019megatron`: the cuts, the two operators and the vocabulary-parallel loss, in section 3.
+# - {cite:t}`narayanan2021megatron`: tensor, pipeline and data parallelism combined, and why $t$ stays within a machine.
 # - {cite:t}`korthikanti2022recomputation`: the activations that this lesson leaves whole, counted and then divided.
-# - {cite:t}`wang2024asynctp`: hiding forward's messages, and what made that hard.
+# - {cite:t}`wang2024asynctp`: overlapping forward's messages, and the difficulties.

@@ -1683,7 +1683,7 @@ show.source(own_seed)
 
 
 # %% [markdown]
-# ### Initialisation: each rank draws its own shard
+# ### Initialisation of shards
 #
 # It looks wasteful to draw a whole matrix and keep a shard, so each rank creates its layers with the small shapes.
 #

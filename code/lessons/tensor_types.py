@@ -14,16 +14,16 @@
 # ---
 
 # %% [markdown]
-# # Tensor types: a wrong gradient, found before it runs
+# # Tensor types: find a wrong gradient before the program runs
 #
 # After this lesson you can
 #
 # - name the type of every tensor in a parallel program (how the ranks' copies are related), and the type of its gradient;
-# - decide by numbers whether an operator's forward and backward belong together;
+# - test numerically whether an operator's backward matches its forward;
 # - write a checker that follows these types through forward, backward and the optimizer's step;
 # - check your own parallel model in one call, on a laptop, and name the mistakes that no such check sees.
 #
-# You need one thing from [Tensor parallelism](tensor_parallel.md): its two operators.
+# You need `copy_to` and `reduce_from` from [Tensor parallelism](tensor_parallel.md).
 
 # %% tags=["hide-input"]
 # Imports, and what the cells share
@@ -75,14 +75,14 @@ def take_shard(x, dim, group):
 
 
 def relative_error(found, wanted):
-    """The largest difference, by the largest number."""
+    """The largest difference, divided by the largest value."""
     return ((found - wanted).abs().max() / wanted.abs().max()).item()
 
 
 # %% [markdown]
-# ## Two programs, one output
+# ## Two programs with equal outputs and different gradients
 #
-# Both are a feed-forward network on two ranks, cut as in [Tensor parallelism](tensor_parallel.md): the first matrix by columns, the second by rows.
+# Both programs compute a feed-forward network on two ranks, cut as in [Tensor parallelism](tensor_parallel.md): the first matrix by columns, the second by rows.
 
 # %%
 def first(x, up, up_bias, down, bias, group):
@@ -96,7 +96,7 @@ def second(x, up, up_bias, down, bias, group):
 
 
 # %% tags=["hide-input"]
-# Runs both on two ranks, and holds them against one process
+# Runs both on two ranks, and compares them with one process
 def run_on_rank(network):
     """Output, and gradient of x, of a network with this rank's parts of the matrices."""
     group, (x, up, up_bias, down, bias, dy) = dist.group.WORLD, draw_inputs()
@@ -129,39 +129,39 @@ assert OFF[first][1] < 1e-14 and 0.96 < OFF[second][1] < 0.97
 
 # %% [markdown]
 # Same output, same loss, and a gradient that is off by 97 %.
-# No test of the forward pass will tell them apart. No line of the second program is wrong by itself, either: what is wrong is that `x` is multiplied by `up`.
+# No test of the forward pass distinguishes the two. No line of the second program alone is wrong, either: the mistake is to multiply `x` by `up` without `copy_to`.
 # This lesson gives tensors types that make the mistake visible, and a checker of some 240 lines that reads these types.
 #
-# ## Four types
+# ## Four types: I, R, V and P
 #
-# On a group of ranks a tensor is more than its numbers. Is it the same on all of them? And once backward has run, is its *gradient*?
+# A tensor's type says whether the tensor is the same on all ranks of a group, and whether its *gradient* is.
 #
 # ![The four types, on two ranks. I: both hold 3, and both hold the gradient, 5. R: both hold 3; their gradients are 2 and 3, addends of 5. V: they hold 3 and 4, with gradients 5 and 6. P: they hold 1 and 2, addends of 3, and both hold the gradient, 5.](../figures/tensor_types_kinds.svg)
 #
-# - **I**, invariant: all ranks hold it, and all do the same with it. Each finds the whole gradient. The stream between the cut parts is I, and so are norms' weights.
-# - **R**, replicated: all hold it too, and each does something of its own with it. Each finds an addend of the gradient. What has entered a cut part is R, and with data parallelism all weights are.
-# - **V**, varying: each rank has its own. A cut matrix is V, and so is a rank's share of the batch.
-# - **P**, partial: addends of a sum that nobody has made yet, such as what a row-cut matrix gives.
+# - **I**, invariant: all ranks hold the tensor, and use it in the same way, so each rank finds the whole gradient. The residual stream between the cut parts is I, and so are norms' weights.
+# - **R**, replicated: all ranks hold the tensor, but each uses it differently, so each rank finds a summand of the gradient. The input of a cut part is R, and with data parallelism all weights are.
+# - **V**, varying: each rank has a different tensor. A cut matrix is V, and so is a rank's share of the batch.
+# - **P**, partial: each rank has a summand of a sum that is not computed yet, such as the output of a row-cut matrix.
 #
-# I and R hold the same numbers in forward. They differ in what backward owes them, and this is the difference that no output shows.
-# PyTorch's DTensor has three placements, Replicate, Shard and Partial: R, V and P. The names are those of Meta's `spmd_types`, with which [we compare](#the-production-library) later.
+# I and R hold the same numbers in forward. They differ only in their gradients, so no output shows the difference.
+# PyTorch's DTensor has three placements, Replicate, Shard and Partial: R, V and P. The names are those of Meta's `spmd_types`, with which [we compare](#metas-library-spmd_types) later.
 #
-# A gradient has a type as well, which follows from the tensor's: I has I, V has V, and R and P have each other.
+# A gradient has a type as well, the dual of the tensor's type: I for I, V for V, P for R, and R for P.
 
 # %%
 print(tt.GRADIENT_TYPES)
 
 # %% [markdown]
-# Now read the network by types.
+# Now read the types of the network.
 #
 # ![A feed-forward network, by types. Above, as it should be: x is I, f makes it R; the product with the cut W₁ is V, GELU leaves it V, the product with the cut W₂ is V and is meant as P, g makes the sum, I, and the bias, which is I, is added. Gradients go back with the dual types: I, R, V, V, P, I. Below, without f: x is I and is multiplied by W₁, which is V. There the checker stops.](../figures/tensor_types_chain.svg)
 #
-# `copy_to`, Megatron's $f$, turns I into R. It computes nothing in forward: it *is* this change of type, and the all-reduce in its backward is what the change costs.
-# `reduce_from`, $g$, makes I of P.
+# `copy_to`, Megatron's $f$, turns I into R. Its forward is the identity; the change of type requires the all-reduce in its backward.
+# `reduce_from`, $g$, turns P into I.
 #
 # ## A checker in twenty lines
 #
-# An operator that sends has a signature: the type of its input and the type of its result. All other operations follow one rule: equal types can be combined, and R can be combined with V.
+# An operator that communicates has a *signature*: the types of its input and its result. All other operations follow one rule: equal types can be combined, and R can be combined with V.
 # P must be summed before anything is computed with it, and I can be combined only with I.
 
 # %%
@@ -169,7 +169,7 @@ SENDS = {"f": ("I", "R"), "g": ("P", "I")}
 
 
 def combine(a, b):
-    """The type of what is computed from a and b, where nothing is sent."""
+    """The type of a result of a and b, without communication."""
     if a == b != "P":
         return a
     if {a, b} == {"R", "V"}:
@@ -193,9 +193,9 @@ def follow(program, type_="I"):
 
 
 # %% [markdown]
-# V may be declared to be P, as in the product with the cut $W_2$: whether each rank's own numbers are addends, only the author knows.
+# V may be declared to be P, as in the product with the cut $W_2$: only the author knows whether the ranks' different numbers are summands.
 #
-# Is it right? The next cell follows seven programs. Then two real ranks run each with random numbers, and finite differences say which gradients are wrong.
+# To test this checker, the next cell checks seven programs. Two real ranks also run each program with random numbers, and finite differences show which gradients are wrong.
 # A step `I`, `R` or `V` is a product with a parameter of this type.
 
 # %% tags=["hide-input"]
@@ -228,7 +228,7 @@ SEVEN = {
 
 
 def find_wrong_gradients(chosen):
-    """On a rank: by program, the parameters whose gradient finite differences refute."""
+    """On a rank: for each program, the parameters whose gradient is wrong."""
     found = []
     for seed, program in enumerate(chosen):
         found.append(
@@ -259,27 +259,27 @@ show.table(
 )
 
 # %% [markdown]
-# The twenty lines look at no number, and each verdict is that of finite differences.
+# The checker computes no numbers, but each verdict agrees with finite differences.
 #
-# What the plain version leaves out: real PyTorch programs; more than one group; what sums, products and views do with P; tensors that need no gradient; backward and the step; and whether $f$ and $g$ have the types in their signatures.
+# This plain version leaves out: real PyTorch programs; more than one group; sums, products and views of P; tensors that need no gradient; backward and the optimizer's step; and a test whether the signatures of $f$ and $g$ are right.
 #
-# ## What decides a type: numbers
+# ## Numeric test of a signature: the adjoint
 #
-# The last point first. An operator over ranks is a linear map $A$ of all that the ranks hold, and backward has to be its adjoint $A^{\!\top}$. For any $x$ and $dy$ then
+# Signatures can be tested. An operator over ranks is a linear map $A$ of all tensors that the ranks hold, and its backward has to be the adjoint $A^{\!\top}$. Then, for any $x$ and $dy$,
 #
 # $$
 # \langle A x,\, dy\rangle = \langle x,\, A^{\!\top} dy\rangle ,
 # $$
 #
-# with the products taken over everything that the ranks hold: once for I, of which all have a copy; added up over the ranks for the others.
-# So draw $x$ and $dy$ as their types say, run forward and backward once, and compare two numbers. Beside it, what is to be equal on all ranks has to be, and forward must not change the value that the ranks hold together.
+# where a product counts a tensor of type I once, since all ranks hold a copy, and sums the other types over the ranks.
+# So draw $x$ and $dy$ according to their types, run forward and backward once, and compare the two products. In addition, I and R have to be equal on all ranks, and forward must not change the value that the ranks hold together.
 
 # %%
 show.source(adjoint.find_contradictions)
 
 
 # %% [markdown]
-# Each of the course's operators, the two of the [next lesson](sequence_parallel.md) included, is tested with all sixteen signatures. So is one more operator: an $f$ whose author forgot the all-reduce in backward.
+# This test runs on each of the course's operators, the two of the [next lesson](sequence_parallel.md) included, with all sixteen signatures, and on an $f$ without the all-reduce in backward.
 
 # %%
 class ForgetfulCopy(torch.autograd.Function):
@@ -328,26 +328,26 @@ show.table(
 )
 
 # %% [markdown]
-# For each of the six, one signature is left: its types are a fact. The operator that forgets is the identity, which passes with several signatures, but never with I → R.
+# Each of the six operators passes with exactly one signature. The $f$ without all-reduce is the identity, which passes with several signatures, but not with I → R.
 #
-# *Numbers test the types; types test the programs.*
+# *Numbers test the signatures; signatures test the programs.*
 #
-# ## The checker
+# ## The checker for PyTorch programs: a TorchFunctionMode
 #
-# Now the same for real programs of PyTorch. What is known of a tensor travels with it, as an attribute: a type for each axis of the mesh.
+# The full checker handles real PyTorch programs. Each tensor carries its type in an attribute: one of the four letters for each axis of the mesh.
 # An operator of the course states its signature in one line, beside its forward:
 
 # %%
 show.source(_ReduceFrom)
 
 # %% [markdown]
-# The table of types has three additions to `combine`. P goes through sums with its like, views, and products with R: `kind` says which of them a function is. What gets no gradient (tokens, masks, anything under `no_grad`) may be I or R as needed, for they differ in nothing but the gradient. And what does not fit says why.
+# The rule for types has three additions to `combine`. P is allowed in sums of P, views, and products with R; `kind` says which of these a function is. Tensors without a gradient (tokens, masks, anything under `no_grad`) may be I or R as needed, since these differ only in the gradient. And a mismatch raises an error with the reason.
 
 # %%
 show.source(core.combine_types, core.convert_type)
 
 # %% [markdown]
-# To see each operation, the checker is a `TorchFunctionMode`: torch calls it in the place of each of its functions. It finds the result's type *before* the function runs, runs it, and attaches the type to the result.
+# To see each operation, the checker is a `TorchFunctionMode`: torch calls it instead of each torch function. The checker finds the result's type *before* it runs the function, and then attaches the type to the result.
 
 # %%
 show.source(core.TypeChecker.__torch_function__, core.TypeChecker.infer_types)
@@ -359,28 +359,28 @@ show.source(core.TypeChecker.__torch_function__, core.TypeChecker.infer_types)
 show.source(core.TypeChecker.combine_axes, core.TypeChecker.check_operator)
 
 # %% [markdown]
-# Some operators are many in one: `_Columns` starts queries, keys and values at once, and hides a message behind their products. Its `forward_unfused` computes the same with plain operators, and the checker follows those.
+# Some operators fuse several: `_Columns` computes queries, keys and values at once, and overlaps a message with their products. Its `forward_unfused` computes the same with plain operators, which the checker follows.
 
 # %%
 show.source(_Columns.forward_unfused)
 
 # %% [markdown]
-# Plain collectives, `dist.all_reduce` and its like, make R of P, in place.
-# Where a gradient is to go through one, autograd knows nothing of it: backward hands on what comes, which makes an all-reduce I, and is the end for any other.
+# `dist.all_reduce` turns P into R, in place.
+# Autograd does not see plain collectives. If a gradient passes through an all-reduce, backward returns it unchanged, so the result is I; through any other plain collective, the checker refuses.
 
 # %%
 show.source(core.TypeChecker.check_collective)
 
 # %% [markdown]
-# torch hands an autograd Function to no mode. So Megatron's $f$ and its like are `Operator`s, whose `apply` asks the mode while a check goes on. A result of any other Function is refused where it is used.
+# torch does not pass an autograd Function to a TorchFunctionMode. So Megatron's $f$ and the other operators are subclasses of `Operator`, whose `apply` calls the checker during a check. The result of any other Function is refused when it is used.
 
 # %%
 show.source(tt.Operator, core.check_types)
 
 
 # %% [markdown]
-# One call checks a step: the processes are pretended, and messages move nothing, so it needs neither a GPU nor a second rank.
-# `step` is called with a group for each axis. `declare_types` says what a tensor is.
+# One call checks a step in a single process with fake groups, whose messages move nothing, so it needs neither a GPU nor a second rank.
+# `step` is called with a group for each axis. `declare_types` sets a tensor's type.
 
 # %%
 def step_network(network, tp):
@@ -398,11 +398,11 @@ for network in (first, second):
 
 
 # %% [markdown]
-# The second program is refused before its product is computed: with the line, the operation and its types, and the fix.
+# The checker refuses the second program before its product is computed, and names the line, the operation, its types, and the fix.
 #
-# ## Equal: of 200 random programs, all that pass are right
+# ## Test: 200 random programs and finite differences
 #
-# A checker that lets a wrong program pass is worse than none. So 200 programs are drawn from six operators that send, products and sums with parameters of all four types, and GELU.
+# A checker that passes a wrong program is worse than none. So this cell draws 200 random programs from six operators that communicate, products and sums with parameters of all four types, and GELU.
 # The checker judges each. Then two real ranks run each of them and compare every parameter's gradient with finite differences.
 
 # %%
@@ -428,23 +428,23 @@ show.table(rows, ["the checker", "gradients right", "some gradient wrong"])
 
 # %% [markdown]
 # None that passes is wrong. [The tests](../tests/test_tensor_types.py) repeat it with the first 60, and once a week with 1,500, of which 452 pass.
-# The other corner is no error: a program that adds up what all ranks have computes $t$ times the value of one process, with the gradient of that. It is refused for what it computes.
+# The checker also refuses programs with right gradients, as it should: for example, a program that sums equal tensors of all ranks computes $t$ times the value of one process, with the right gradient of this wrong value.
 #
 # ## Through backward and the step
 #
-# Types do not end with the loss.
+# The checker follows types beyond the loss.
 #
 # ![A step of data and tensor parallelism, by the types of a matrix on both axes, dp and tp. The matrix is R on dp and V on tp, the local loss V and I. It is said to be an addend of the joint loss: P and I. Backward gives the matrix a gradient with the dual types, P and V. The all-reduce over dp makes it R and V, which are the matrix's own types: the step may be taken. Without the all-reduce P is combined with R in the step.](../figures/tensor_types_step.svg)
 #
-# The loss of a rank's own batch is V on the data axis. You say that it is an addend of the joint one, P.
-# A loss that is I or P may go backward; of an R one every rank would count the gradient again.
-# Backward then gives each parameter a gradient with the dual type, and no operation needs to be looked at.
+# The loss of a rank's own batch is V on the data axis. You declare it P: a summand of the joint loss.
+# Backward may start from a loss of type I or P; from an R loss, every rank's gradient would be counted again.
+# Each parameter's gradient then gets the dual type of the parameter; the checker does not look at the operations of backward.
 
 # %%
 show.source(core.TypeChecker.check_backward, core.TypeChecker.set_gradient_types)
 
 # %% [markdown]
-# What comes after is ordinary code, and is followed again: all-reduces make R of P, clipping is an operation, and the step must not add what does not fit.
+# The code after backward is checked as before: an all-reduce turns P into R, clipping is an operation, and the optimizer's step must not combine mismatched types.
 #
 # Here is the course's own GPT on a data × tensor mesh of 2 × 2, with its own functions. `tensor_parallel.get_parameter_types(model)` returns V for parameters that are cut and I for whole ones. With the stream cut along the sequence, as in the [next lesson](sequence_parallel.md), norms see only a rank's own tokens, and whole parameters are R.
 
@@ -453,7 +453,7 @@ SMALL = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32, tied=False)
 
 
 def reduce_and_clip(model, dp, tp):
-    """What a step owes its gradients."""
+    """Sum, average and clip the gradients before a step."""
     if model.edges is SEQUENCE_SHARDED:
         sequence_parallel.sum_gradients(model, tp)
     data_parallel.average_gradients(model, dp)
@@ -479,7 +479,7 @@ for edges in (tensor_parallel.REPLICATED, SEQUENCE_SHARDED):
 
 
 # %% [markdown]
-# Nothing of the model was changed for it but the signature beside each operator. Now with some steps left out:
+# The model needs no change but a signature for each operator. The next cell leaves out some steps:
 
 # %%
 def skip_average(model, dp, tp):
@@ -506,14 +506,14 @@ for after, edges in (
 
 
 # %% [markdown]
-# `clip_grad_norm_` of torch takes a norm of the rank's own shards, which is V, and would scale with it what is I.
+# torch's `clip_grad_norm_` computes the norm of a rank's own shards, which is V, and would scale I gradients by it.
 # The last is the mistake of [Sequence parallelism](sequence_parallel.md#gradients-of-norms-that-nobody-sums), where the loss curve looks right: the gradient of a norm's weight is still P when the step comes.
 #
 # ## Two published bugs
 #
-# BigCode's fork of Megatron-LM gave all heads of queries one head of keys and values. Each rank keeps that one whole, and uses it with its own queries. Its gradients were not added up, and a model that should have had a validation loss of 2.64 had 3.74 (bigcode-project/Megatron-LM, issues 35 and 37).
+# In BigCode's fork of Megatron-LM all query heads share one head of keys and values. Each rank holds this head whole, and uses it with its own queries. The ranks' gradients for it were not added up, so a model had a validation loss of 3.74 instead of 2.64 (bigcode-project/Megatron-LM, issues 35 and 37).
 # The second was reported in September 2026 (NVIDIA/Megatron-LM, issue 7452, finding 11): a norm on each head, with one weight for all heads, inside the cut part.
-# Both are here, in one attention, and the same operator makes both right: $f$ around the weight.
+# This attention has both bugs, and the same operator fixes both: $f$ applied to the weight.
 
 # %%
 def attention(x, queries, keys_values, scale, out, group, f_kv=copy_to, f_norm=copy_to):
@@ -532,7 +532,7 @@ def do_nothing(x, group):
 
 
 # %% tags=["hide-input"]
-# Table: both bugs on two ranks beside one process, and what the checker says
+# Table: both bugs on two ranks compared with one process, and the checker's verdict
 SHAPES = {
     "x": (2, 6, 16),
     "queries": (16, 16),
@@ -608,8 +608,8 @@ show.table(
 # %% [markdown]
 # ## What it costs
 #
-# Nothing is sent, and no memory is held beyond the program's own. What a check takes grows with the number of operations, and that is proportional to the layers: two small models predict all others.
-# Operators that send can be counted in the model itself: an entrance and an exit for each attention, each feed-forward network; an exit of the embedding, an entrance of the head, and the loss. That is $4L + 3$.
+# A check sends nothing, and holds no memory beyond the program's own. Its time grows with the number of operations, which is linear in the number of layers, so two small models predict all others.
+# The model determines the number of operators that communicate: two for each attention and each feed-forward network, one after the embedding, one before the head, and the loss: $4L + 3$.
 
 # %%
 def step_one_axis(tp, layers):
@@ -643,10 +643,10 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# In time that is some milliseconds for each layer:
+# The check takes some milliseconds for each layer:
 
 # %% tags=["hide-input", "measured"]
-# Table: milliseconds of a forward, plain and followed
+# Table: milliseconds of a forward, plain and checked
 def time_steps(layers, rounds=7):
     """In a pretended rank: medians of a forward and backward, plain and followed."""
     tp, found = dist.group.WORLD, []
@@ -675,12 +675,12 @@ for n in (2, 12):
 show.table(rows, ["layers", "plain (ms)", "followed (ms)", "check of a layer (ms)"])
 
 # %% [markdown]
-# Widths do not matter: layers of a 405B model have as many operations as these. So check a narrow model of the same make, before every long run and in every commit's tests; it is no mode to train in.
+# Widths do not matter: layers of a 405B model have as many operations as these. So check a narrow model with the same code before every long run and in every commit's tests, but do not train under the checker.
 #
-# ## The production library
+# ## Meta's library spmd_types
 #
-# `spmd_types` by Meta (version 0.3.1 of October 2026, a beta under BSD licence) has the same four types, and brings operators of its own with them.
-# torchtitan uses it. An autograd Function tells it what it does in a hook; `spmd_rules.attach_rule` makes that hook from the signatures of ours.
+# `spmd_types` by Meta (version 0.3.1 of October 2026, a beta under BSD licence) has the same four types, and its own operators. torchtitan uses it.
+# An autograd Function states its types to `spmd_types` in a hook; our `spmd_rules.attach_rule` makes this hook from our signatures.
 # Five hundred other random programs go to both checkers:
 
 # %%
@@ -718,7 +718,7 @@ def check_with_both(chosen):
 
 
 # %% tags=["hide-input"]
-# Table: what both say of 500 random programs
+# Table: verdicts of both on 500 random programs
 if THERE:
     told = Counter(
         ranks.run_with_fake_group(check_with_both, 2, random_programs.draw_programs(500, seed=2))
@@ -735,8 +735,8 @@ made
 
 
 # %% [markdown]
-# It knows more. In its *global* mode V has a dimension, S(1) say, as in DTensor. Then it derives that a product along a cut dimension is P, where ours believes the author.
-# This network applies GELU to addends, and with V alone nothing is wrong with its gradients:
+# `spmd_types` can do more. In its *global* mode V has a dimension, such as S(1), as in DTensor. So it derives that a product along a cut dimension is P, while ours relies on the author's declaration.
+# This network applies GELU to summands. If they are declared V, its gradients are right:
 
 # %%
 def gelu_of_addends(x, up_rows, tp):
@@ -774,9 +774,9 @@ found = ranks.run_with_fake_group(step_theirs, 2) if THERE else "not installed h
 print("spmd_types:", found)
 
 # %% [markdown]
-# The price of that mode is that every operation needs a sharding rule: on CPUs attention, the masked embedding and a loss over a cut vocabulary had to be left out as islands when the course's GPT was tried. And its interface moves: ten releases in its first seven months, in which functions changed their names three times.
-# Its local mode knows what ours does, and a check takes ours 0.5 to 0.8 times as long ([the benchmark](../benchmarks/tensor_types.py), two and twelve layers, on CPUs).
-# One step beside one process finds this network as well: its *output* is wrong. That is the division of labour: **equality sees what forward computes, types see what backward owes it.**
+# In that mode every operation needs a sharding rule: for the course's GPT on CPUs, we had to exclude attention, the masked embedding and the loss over a cut vocabulary. And the interface is not stable: in ten releases in seven months, functions were renamed three times.
+# Its local mode checks the same as ours; ours takes 0.5 to 0.8 times as long ([the benchmark](../benchmarks/tensor_types.py), two and twelve layers, on CPUs).
+# Comparing one step with one process also finds this mistake, since the *output* is wrong: **a comparison tests what forward computes, types test whether backward matches forward.**
 #
 # ## What goes wrong
 #
@@ -799,7 +799,7 @@ def joint_batch():
 
 
 def finish_step(model):
-    """Gradients as they are before the step, which is taken."""
+    """Take the step; return the gradients from before it."""
     found = {
         name: parameter.grad.clone() for name, parameter in model.named_parameters()
     }
@@ -843,7 +843,7 @@ def step_data_parallel(
     steps=1,
     after=data_parallel.average_gradients,
 ):
-    """The same of data parallelism, on this rank's share of the batch."""
+    """Loss and gradients of a data-parallel step on this rank's share of the batch."""
     model = plain()
     tt.declare_parameters(model, dp="R")
     x, y = [
@@ -860,7 +860,7 @@ def step_data_parallel(
 
 
 def step_context_parallel(cp, attention="ring"):
-    """The same of context parallelism; without a ring, each rank's tokens are a text of its own."""
+    """Loss and gradients of a context-parallel step; without a ring, each rank has its own text."""
     model = plain()
     if attention:
         model = context_parallel.distribute_model(model, cp, attention, "contiguous")
@@ -906,7 +906,7 @@ def compare_with_one_process(step, options, clipped):
 
 
 def measure_mistake(step, options):
-    """Loss and worst gradient, how far they are off on any rank; what the checker says."""
+    """Largest errors of loss and gradients on any rank, and the checker's verdict."""
     clipped = options.get("after") is clip_own_norm
     # CPU: float64, of the host
     found = ranks.run(compare_with_one_process, 2, step, options, clipped, device="cpu")
@@ -936,7 +936,7 @@ for step, options in (
 
 
 # %% [markdown]
-# Types do not see factors or random numbers, and what you declare is believed.
+# Types do not see factors or random numbers, and the checker does not test your declarations.
 
 # %%
 def start_apart(model, tp):
@@ -971,13 +971,13 @@ show.table(rows, ["mistake", "loss off (%)", "worst gradient off (%)", "the chec
 
 
 # %% [markdown]
-# All four show in one step beside one process, if you compare gradients and not the loss alone: the first has the right loss.
+# Comparing one step with one process finds all four, if you compare gradients as well as the loss: the first has the right loss.
 #
 # ### Types that are believed
 #
-# An operator that states I → R and forgets its all-reduce passes every check of programs; [the numeric test](#what-decides-a-type-numbers) is for that.
-# Hooks that work within backward, such as those of `DataParallel` and ZeRO, are not followed. Say with `override_types` what they leave behind, and test it as their lessons do, beside one process.
-# And a check in which nothing is differentiated checks nothing of $f$, for without a gradient I and R are one. The verdict says so:
+# An operator that states I → R and forgets its all-reduce passes the checker; only [the numeric test](#numeric-test-of-a-signature-the-adjoint) finds it.
+# The checker does not follow hooks in backward, such as those of `DataParallel` and ZeRO. Declare the types of their results with `override_types`, and compare the hooks with one process, as their lessons do.
+# A check without a gradient does not test $f$, because without a gradient I and R are the same. The verdict says so:
 
 # %%
 def step_without_gradients(tp):
@@ -990,12 +990,12 @@ print(tt.check_step(step_without_gradients, tp=2))
 
 
 # %% [markdown]
-# What moves between two ranks only, as in a pipeline, has no type: there each rank runs another program. Check the model uncut.
+# Messages between two ranks, as in a pipeline, have no type, because each rank runs a different program. Check the model without pipeline stages.
 #
 # ### Every mistake of this course
 #
-# Lessons here end in what goes wrong. Which of these would you have found, and how early?
-# Rows with numbers were run just now: on two ranks beside one process, and under the checker. The others are judged by what their lessons measured; what raises, hangs or only takes time has no numbers to compare. An empty cell asks nothing of that test. (The table of [Model parallelism](model_parallelism.md#what-goes-wrong-and-how-it-looks) is made of these.)
+# Each lesson has a section "What goes wrong". This table shows which test finds each mistake.
+# Rows with numbers were run above: on two ranks compared with one process, and under the checker. The other rows rely on measurements in their lessons; programs that raise, hang or only take time have no numbers to compare. An empty cell means that the test does not apply. (The table of [Model parallelism](model_parallelism.md#what-goes-wrong-and-how-it-looks) uses these results.)
 
 # %% tags=["hide-input"]
 # The mistakes that were run: lesson, name, step and what is wrong with it
@@ -1070,7 +1070,7 @@ RUN = [
 ]
 
 # %% tags=["hide-input"]
-# Table: every mistake of the lessons, and what finds it
+# Table: every mistake of the lessons, and the test that finds it
 rows, count_ = [], Counter()
 for lesson, name, step, options in RUN:
     value, gradient, verdict = measure_mistake(step, options)
@@ -1194,28 +1194,28 @@ show.table(
 # `````{admonition} Checked: "if the loss of the first step is that of one process, the cut is right"
 # :class: checked
 #
-# Of the eleven mistakes that were run, seven have the loss of one process, to ten digits; all eleven have a wrong gradient in that step, or in the next one.
-# The checker finds six of these seven, and one more. What it misses are factors, starts and texts that were cut in two: of those the loss shows all but one factor, and the gradients show all.
+# Of the eleven mistakes that were run, seven have the loss of one process, to ten digits; all eleven have a wrong gradient in that step, or in the next step.
+# The checker finds six of these seven, and one more. It misses factors, unequal initial weights and texts that were cut in two. The loss shows all of these but one factor, and the gradients show all.
 # `````
 #
 # So use both: one step beside one process ([Parity](parity.md)), gradients included, which finds what types cannot see; and the checker, in each commit's tests, which names the line, and needs no reference that fits on one rank.
-# What is left for a longer run are mistakes with time in them: orders of data, resumes, overflows.
+# Only a longer run finds mistakes that depend on time: the order of data, resuming, overflows.
 #
 # ## When to use it
 #
 # | for | against |
 # |---|---|
 # | Finds gradients that no output shows, before the program runs: all that pass are right, of 1,500 programs | A program can be right and be refused: 216 of the 1,048 refused ones |
-# | Names the line, the operation and the fix | Each operator that sends has to state its signature; nobody looks into it |
+# | Names the line, the operation and the fix | Each operator that communicates has to state its signature, which the checker does not verify |
 # | Needs one process, no GPU, no reference, some milliseconds a layer | Factors, random numbers and starting values have no types |
-# | Follows ordinary code, the step included | Backward's own hooks, and messages between two ranks, are believed |
+# | Follows ordinary code, the optimizer's step included | Hooks in backward, and messages between two ranks, are not checked |
 #
-# In a real job the sign that it is set up right is a count: `num_communicating` is $4L + 3$ for a tensor-parallel model, and `num_backwards` is not 0.
+# In a real job, check two counts: `num_communicating` is $4L + 3$ for a tensor-parallel model, and `num_backwards` is not 0.
 #
 # ```{admonition} On more GPUs
 # :class: note
 #
-# Types are the same on any device: nothing on this page would change, but for the milliseconds. The numeric test runs on the ranks' own GPUs, in float64.
+# Types are the same on any device: on GPUs, only the milliseconds on this page would change. The numeric test runs on the ranks' own GPUs, in float64.
 # ```
 #
 # ## Exercises
@@ -1224,7 +1224,7 @@ show.table(
 # :label: ex-tt-words
 # ```
 #
-# A GPT is trained by data and tensor parallelism, with the stream cut along the sequence between the cut parts. Give, as a string of two types for the axes dp and tp, such as `"RV"`:
+# A GPT is trained with data and tensor parallelism, with the residual stream cut along the sequence between the cut parts. Give the types on the axes dp and tp as a string, such as `"RV"`, for
 # the weight of a norm; its gradient right after backward; the matrix `up`, cut by columns; its gradient right after backward; the tokens, of which each copy has its own.
 
 # %%
@@ -1246,8 +1246,8 @@ check(answer, "type_words")
 # :class: dropdown
 # ```
 #
-# On dp all copies have all weights, and each finds an addend of their gradient: R, and P. On tp a norm's weight is whole, and sees its own rank's tokens alone: R again. What is cut is V, and so is its gradient.
-# All ranks of a tensor group look at the same tokens; integers have no gradient, and R it is.
+# On dp every copy has all weights, and finds a summand of their gradient: R, and P. On tp a norm's weight is whole, but each rank applies it to its own tokens: R again. A cut matrix is V, and so is its gradient.
+# All ranks of a tensor group have the same tokens, so the tokens are R; as integers they have no gradient.
 
 # %%
 answer = {
@@ -1268,7 +1268,7 @@ check(answer, "type_words")
 # :label: ex-tt-operator
 # ```
 #
-# Write an operator with the signature V → R: all ranks' `x` [..., n] side by side, [..., t n], for ranks that go on with it differently. `group` has t ranks. The check runs the numeric test on real ones.
+# Write an operator with the signature V → R: it concatenates all ranks' `x` [..., n] to [..., t n], which each rank then uses differently. `group` has t ranks. The check runs the numeric test on real ranks.
 
 # %%
 def my_operator(x, group):
@@ -1287,7 +1287,7 @@ check(my_operator)
 # :class: dropdown
 # ```
 #
-# Forward gathers. The gradient of R is P: backward is given addends, so it adds them up, and keeps the part that belongs to this rank's `x`.
+# Forward gathers. The gradient of R is P: backward receives summands, adds them up, and keeps the part that belongs to this rank's `x`.
 
 # %%
 class GatherForAll(torch.autograd.Function):
@@ -1341,7 +1341,7 @@ check(my_sum)
 # :class: dropdown
 # ```
 #
-# I is alone with its like, and so is P: a sum of addends is an addend. The others may be mixed.
+# I can be added only to I, and P only to P: a sum of summands is a summand. R and V may be mixed.
 
 # %%
 def my_sum(types):
@@ -1388,7 +1388,7 @@ check(my_network)
 # :class: dropdown
 # ```
 #
-# Both `x` and `scale` are used by each rank with something of its own: both have to become R. The bias is added after the sum.
+# Each rank uses `x` and `scale` with its own shards, so both have to become R. The bias is added after the sum.
 
 # %%
 def my_network(x, gate, up, down, scale, bias, group):
@@ -1408,7 +1408,7 @@ check(my_network)
 # ```
 #
 # You may run three tests before a long training: `"loss"` (the loss of one step beside one process), `"gradients"` (all gradients of that step beside one process) and `"types"` (the checker). For each mistake give the *cheapest* that finds it: types costs least, then loss, then gradients; `None` where none does.
-# A model that does not fit on one rank cannot be run beside one process at all, so types comes first.
+# A model that does not fit on one rank cannot be compared with one process, so types comes first.
 
 # %%
 answer = {
@@ -1430,7 +1430,7 @@ check(answer, "type_plan")
 # :class: dropdown
 # ```
 #
-# Three are wrong types. A factor that is in the loss shows in the loss; wrong positions do as well, if you look at enough digits. The order of data is right in every step.
+# Three mistakes are wrong types. The loss shows a factor in the loss, and also wrong positions, if you compare enough digits. A wrong order of data is right in every single step.
 
 # %%
 answer = {
@@ -1450,7 +1450,7 @@ check(answer, "type_plan")
 # ## Summary
 #
 # - On each axis of the mesh a tensor has one of four types, I, R, V or P, and so has its gradient: the gradient of I is I, of V is V, of R is P, of P is R.
-# - I and R hold the same numbers. They differ in their gradients: the ranks find the same gradient (I) or addends of it (R). No output shows that.
+# - I and R hold the same numbers, but differ in their gradients: every rank finds the same gradient (I) or a summand of it (R). No output shows the difference.
 # - An operator's types are right when ⟨y, dy⟩ = ⟨x, dx⟩, summed over the ranks: this leaves one pair of types for each operator.
 # - A table of operators and a torch dispatch mode follow a program through backward and step, before it runs: of 1,500 random programs 452 passed, and all 452 were right.
 # - A check needs one process; its messages name the line, the operation and the correct type.
@@ -1460,4 +1460,4 @@ check(answer, "type_plan")
 #
 # - {cite:t}`shoeybi2019megatron`: the two operators, in section 3.
 # - The documentation of `spmd_types` ([github.com/meta-pytorch/spmd_types](https://github.com/meta-pytorch/spmd_types)): types, operators, and both modes; `design.md` says why.
-# - {cite:t}`jiang2025ttrace`: the other school, which finds such bugs in training runs by comparing tensors with a reference.
+# - {cite:t}`jiang2025ttrace`: another approach, which finds such bugs in training runs by comparing tensors with a reference.

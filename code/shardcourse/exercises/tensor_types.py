@@ -153,7 +153,7 @@ def _(answer: Callable[..., Any]) -> str:
                 raise WrongAnswer(f"On rank {rank} {words}.{said}")
     if not verdict:
         raise WrongAnswer(f"The numbers are right, but the checker finds:\n{verdict.message}")
-    return "Right: equal to one process on two ranks, gradients too, and the checker agrees."
+    return "Right: output and gradients equal one process's on two ranks, and the checker agrees."
 
 
 _CHECKS = ("types", "loss", "gradients", None)

@@ -280,7 +280,7 @@ WRONG_ANSWERS: dict[str, tuple[Any, str]] = {
     # pipeline
     "pipeline_bubble": (32 / 39, "in which a stage works"),
     "my_interleaved": (Swap(AHEAD, "ahead = stages - 1 - stage"), "Right is"),
-    "my_live": (Swap("return most", "return live"), "most at any time"),
+    "my_live": (Swap("return most", "return live"), "number of micro-batches at any time"),
     "my_balance": (
         Swap("return best(len(costs), parts)[1]", f"return {EVEN}"),
         "balances the number of layers",

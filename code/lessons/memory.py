@@ -18,13 +18,10 @@
 #
 # After this lesson you can
 #
-# - say, before you start a job, how many bytes each part of it takes, and be right to the byte for most of them;
+# - predict, before you start a job, how many bytes each of its parts takes, most of them to the byte;
 # - read an out-of-memory error, and tell from it which part was too large;
 # - choose between a smaller batch, recomputation and more GPUs by calculation, not by trial.
 #
-# Everything here happens on one rank.
-#
-# Before you start, a puzzle.
 # The file of Llama 3 8B, 8 billion weights of two bytes, is 16 GB.
 # Training it takes more than the 80 GB of an H100, even with a batch of one word.
 # With one sequence of the length that the model was trained on, it takes more than the 141 GB of an H200.
@@ -63,12 +60,12 @@ show.set_style()
 
 GPU = torch.cuda.is_available()
 MB, GB = 1e6, 1e9
-# Small enough to train here, with a vocabulary that is large beside it, as in life.
+# Small enough to train here; the vocabulary is large relative to the layers, as in real models.
 SHAPE = Config(vocab=8192, seq=256, layers=4, heads=4, hidden=256)
 
 
 def make_job(config=SHAPE, batch=2, device="cpu", dtype=torch.float32):
-    """A model, its AdamW, and a batch: tokens, targets: [batch, seq]."""
+    """Return a model, its AdamW, and tokens and targets, each [batch, seq]."""
     torch.manual_seed(0)
     with torch.device(
         device
@@ -81,7 +78,7 @@ def make_job(config=SHAPE, batch=2, device="cpu", dtype=torch.float32):
 
 
 def run_command(line):
-    """What `python -m shardlab …` does for the command of this lesson."""
+    """Run this lesson's command as `python -m shardlab …` does."""
     parser = argparse.ArgumentParser()
     add_command(parser.add_subparsers())
     options = parser.parse_args(line.split())
@@ -89,29 +86,29 @@ def run_command(line):
 
 
 def format_difference(measured, predicted):
-    """The difference in percent, as tables here show it."""
+    """Return the relative difference in percent, as text for a table."""
     percent = 100 * (measured / predicted - 1)
     return "0" if measured == predicted else f"{percent:+.2f}"
 
 
 # %% [markdown]
-# ## What this machine has
+# ## Hardware of this machine
 #
-# This is the machine that executed this page. Its memory limits what can be measured below.
+# This machine executed the page; its memory limits the measurements below.
 
 # %% tags=["hide-input", "measured"]
-# Table: what this machine has
-show.table(count.describe_machine(), ["what", "this machine's"])
+# Table: hardware of this machine
+show.table(count.describe_machine(), ["property", "this machine"])
 
 # %% [markdown]
 # Three facts about a GPU decide what it can train.
-# Its *memory* is what everything has to fit into. Its *bandwidth* is how many of these bytes it can read per second. Its *compute capability* is NVIDIA's version number of what it can do: bfloat16 matrix units from 8.0 on, 8-bit floats from 8.9 on.
+# Its *memory* must hold all tensors of a step. Its *bandwidth* is the number of bytes per second that it can read from this memory. Its *compute capability* is NVIDIA's version number for its functions: bfloat16 matrix units from 8.0 on, 8-bit floats from 8.9 on.
 # Without a GPU, everything on this page uses the processor's memory, and the counts of bytes are the same.
 #
 # ## A model that does not fit
 #
 # Here is what one GPU would hold to train Llama 3 8B in bfloat16, on one sequence of 8192 tokens.
-# The weights are a small part of it. The rest of this lesson explains the other parts.
+# The weights are a small part. The rest of this lesson explains the other parts.
 
 # %%
 llama = PRESETS["llama-3-8b"]
@@ -123,11 +120,11 @@ parts = ("parameters", "gradients", "optimizer", "activations", "buffers")
 # :row: most at one moment
 # :column: size (GB)
 #
-# The weights are 8 billion numbers of two bytes. How many GB does the step hold at its fullest moment?
+# The weights are 8 billion numbers of two bytes. How many GB does the step hold at its peak, the moment when it holds most?
 # ```
 
 # %% tags=["hide-input"]
-# Table: the parts of a step of Llama 3 8B, and the most at one moment
+# Table: memory of a step of Llama 3 8B, by part, and its peak
 sizes = {part: getattr(one, part) for part in parts}
 sizes |= {"all parts together": one.total, "most at one moment": one.peak}
 rows = [
@@ -139,14 +136,14 @@ show.table(rows, ["Llama 3 8B on one GPU", "size (GB)", "of all parts (%)"])
 
 
 # %% [markdown]
-# The last row is the *peak*, the most that is held at one moment. It is what has to fit.
-# It is less than the sum of the parts, because these are never all held at once: during backward, activations are freed while gradients are made.
-# When backward begins, all activations are there and hardly any gradients; when it ends, all gradients and no activations.
+# The last row is the *peak*, the largest number of bytes held at one moment. The peak has to fit into the GPU.
+# It is less than the sum of the parts, because the parts are never all held at once: during backward, activations are freed while gradients are made.
+# When backward begins, all activations exist and hardly any gradients; when backward ends, all gradients and no activations.
 #
 # ### What out-of-memory looks like
 #
-# When a tensor does not fit, the line that asked for it raises an error.
-# The next cell asks for a thousand terabytes, or on a GPU for ten times its memory. Nothing else changes: a tensor that is refused takes no memory.
+# When a tensor does not fit, the line that allocates it raises an error.
+# The next cell allocates a thousand terabytes, or on a GPU ten times its memory. A failed allocation takes no memory.
 
 # %% tags=["measured"]
 def catch_refusal(size, device):
@@ -163,37 +160,37 @@ print(textwrap.fill(catch_refusal(size, "cuda" if GPU else "cpu"), 90))
 # %% [markdown]
 # On a GPU the message is longer, and each of its numbers answers a question.
 #
-# | the message says | what it is | what it tells you |
+# | the message says | meaning | use |
 # |---|---|---|
-# | Tried to allocate … | the one tensor that did not fit | divide by the bytes of an element: which tensor of your model has that size? Often it is the logits |
+# | Tried to allocate … | the one tensor that did not fit | divide by the bytes of an element, and look for a tensor of that size in your model, often the logits |
 # | total capacity of … | the GPU's memory, in GiB | a GPU sold with "40 GB" reports 39.56 GiB, which is 42.5 GB: labels mix the units |
-# | of which … is free | what no process holds | with the last row's number: all that was unused |
+# | of which … is free | bytes that no process holds | add the last row's number for all unused bytes |
 # | Process … has … in use | what each process holds on this GPU | is there a second process that you forgot? |
-# | … is allocated by PyTorch | the bytes of living tensors | compare it with the prediction. This is the number this lesson is about |
-# | … is reserved by PyTorch but unallocated | blocks that PyTorch keeps, and no tensor uses | large: fragmentation, see [below](#memory-wrong) |
+# | … is allocated by PyTorch | the bytes of existing tensors | compare with the prediction; this lesson predicts this number |
+# | … is reserved by PyTorch but unallocated | blocks that PyTorch keeps, and no tensor uses | a large number means fragmentation, see [below](#memory-wrong) |
 #
-# On a CPU there is a second way to run out. Linux grants more memory than it has, and kills a process when too much of it is really used.
+# On a CPU a process can also be killed. Linux grants more memory than it has, and kills a process when the processes really use too much of it.
 # Then there is no error and no traceback, just `Killed` and exit status 137, which is 128 + 9: signal 9. The kernel's log (`dmesg`) names the process.
 #
-# ## What is held when
+# ## What a training step holds: states, activations, temporary tensors
 #
-# A training step holds five kinds of tensors, each at other times.
+# A training step holds five kinds of tensors, each during another part of the step.
 #
 # ![What is held during a training step. Weights and the optimizer's moments: all the time. Activations grow through forward and shrink through backward. Gradients grow through backward and stay until zero_grad. Temporary tensors are largest where backward begins, and there is the peak.](../figures/memory_life.svg)
 #
 # - *Model states*: weights, gradients and what the optimizer keeps, three of the five kinds. Their size depends on the number of parameters alone.
-# - *Activations*: what forward keeps because backward will need it. Their size depends on the model's shape, the batch and the sequence.
-# - *Temporary* tensors: what a single operation needs besides. In a language model the largest have the size of the logits.
+# - *Activations*: tensors that forward keeps for backward. Their size depends on the model's shape, the batch and the sequence.
+# - *Temporary* tensors: those that a single operation needs while it runs. In a language model the largest have the size of the logits.
 #
 # ## A plain count of a step's bytes
 #
-# All of it but the temporary tensors can be counted directly.
+# All of these except the temporary tensors can be counted directly.
 # The model and its optimizer list weights, gradients and moments.
 # Activations are in no list, but autograd passes each tensor that it keeps to a hook.
 
 # %%
 def plain_states(model, optimizer):
-    """Bytes of weights, gradients and moments, after a step."""
+    """Return the bytes of weights, gradients and moments, after a step."""
     weights = sum(p.nbytes for p in model.parameters())
     gradients = sum(p.grad.nbytes for p in model.parameters())
     kept = [x for state in optimizer.state.values() for x in state.values()]
@@ -201,7 +198,7 @@ def plain_states(model, optimizer):
 
 
 def plain_activations(model, tokens, targets):
-    """The loss, and the bytes that autograd keeps for its backward."""
+    """Return the loss, and the bytes that autograd keeps for its backward."""
     named = (*model.parameters(), tokens, targets)
     named = {x.untyped_storage().data_ptr() for x in named}
     found = {}
@@ -223,7 +220,7 @@ optimizer.step()
 weights, gradients, moments = plain_states(model, optimizer)
 
 # %% tags=["hide-input"]
-# Holds the plain count against the bytes that a step really holds
+# Compares the plain count with the bytes that a step really holds
 with count.track_memory(model, optimizer, tokens, targets) as held:
     named = held.current_bytes
     optimizer.zero_grad()
@@ -244,30 +241,30 @@ print(f"activations: {activations:,} bytes, as the step keeps (beside 4 of the l
 print(f"together: {counted + activations:,}; the step's peak: {most:,} bytes")
 
 # %% [markdown]
-# The parts are right to the byte, but the peak is not their sum: the plain count does not know what is held at the same time.
+# The parts are right to the byte, but the peak is not their sum: the plain count does not know which tensors exist at the same time.
 # The step reaches its peak where backward begins. There, two temporary tensors of the size of the logits are held beside the activations. The gradients are not there yet, but they are smaller than these two.
 # The plain count also needs a machine on which the model fits.
-# The rest of this lesson predicts each part, and the peak, before anything runs.
+# The rest of this lesson predicts each part, and the peak.
 #
 # ## The 16 bytes of a parameter
 #
-# AdamW keeps two running means for each parameter, of its gradient and of the gradient's square: its *moments*.
+# AdamW keeps two running means for each parameter, of its gradient and of the gradient's square: the *moments*.
 # In float32 a parameter therefore takes 4 bytes, its gradient 4, its moments 8. Together 16.
 #
 # With mixed precision, weights and gradients are bfloat16, 2 bytes each.
-# But a step changes a weight by little: bfloat16 has two to three decimal digits, and in it 1 + 0.0001 is 1.
+# But a step changes a weight by little, and bfloat16 has only two to three decimal digits: in bfloat16, 1 + 0.0001 is 1.
 # So the optimizer keeps a float32 copy of the weights, the *master weights*, beside its moments: $2 + 2 + 4 + 8 = 16$ {cite}`rajbhandari2020zero`.
 #
 # ![Bytes of states for each parameter, as bars of weights, gradients and optimizer. float32: 16; bfloat16, float32 master: 16; … and float32 gradients: 18; 8-bit moments: 10; bfloat16, momentum: 12; bfloat16, SGD: 8 bytes.](../figures/memory_recipes.svg)
 #
-# Here is the whole calculation. `Recipe` has the bytes of each kind. `dp`, `tp` and `pp` are numbers of ranks, and `zero` is the stage of [ZeRO](zero.md), which says how the states are divided. This lesson has one rank: `dp`, `tp` and `pp` are 1, and `zero` is 0.
+# Here is the whole calculation. `Recipe` has the bytes per element of each kind of tensor. `dp`, `tp` and `pp` are numbers of ranks, and `zero` is the stage of [ZeRO](zero.md), which says how the states are divided. This lesson has one rank: `dp`, `tp` and `pp` are 1, and `zero` is 0.
 
 # %%
 show.source(memory.core.Recipe, memory.estimate_states, memory.core.compute_states)
 
 
 # %% [markdown]
-# The next cell makes both kinds of states, and counts the bytes of every tensor that is there after a step.
+# The next cell runs a step with each recipe, float32 and bfloat16, and counts the bytes of every state tensor afterwards.
 
 # %%
 def float32():
@@ -292,7 +289,7 @@ def mixed_precision():
 
 
 # %% tags=["hide-input"]
-# Holds the states of both recipes against the prediction, to the byte
+# Compares the states of both recipes with the prediction, to the byte
 P = memory.count_parameters(SHAPE)
 for precision, recipe in (("fp32", float32), ("bf16", mixed_precision)):
     found, master = recipe()
@@ -310,13 +307,13 @@ for precision, recipe in (("fp32", float32), ("bf16", mixed_precision)):
 # ````{admonition} Checked: "mixed precision halves the memory"
 # :class: checked
 #
-# Both recipes above take 16 bytes for each parameter, measured. What mixed precision halves is the layers' activations and the bytes of messages; and it lets matrix products use a GPU's faster units.
+# Both recipes above take 16 bytes for each parameter, measured. Mixed precision halves only the layers' activations and the bytes of messages; and it lets matrix products use a GPU's faster units.
 # ````
 #
 # ````{admonition} Checked: "training needs about twice the memory of the weights"
 # :class: checked
 #
-# With AdamW the states are 16 bytes per parameter. That is *eight* times a bfloat16 file of the weights, and four times a float32 one. Twice is right for SGD in one precision without momentum, and activations are not in it.
+# With AdamW the states are 16 bytes per parameter. That is *eight* times a bfloat16 file of the weights, and four times a float32 one. Twice is right for SGD in one precision without momentum, and before activations.
 # ````
 #
 # Other sources print other numbers, each right for its own recipe.
@@ -324,7 +321,7 @@ for precision, recipe in (("fp32", float32), ("bf16", mixed_precision)):
 # Megatron says 18 for the same reason, and 20 where it keeps gradients in both precisions {cite}`nvidia2026distopt`.
 
 # %% tags=["hide-input"]
-# Holds these published numbers against the recipes of shardlab.memory
+# Compares these published numbers with the recipes of shardlab.memory
 wide = "bf16-fp32-gradients"
 assert memory.bytes_per_parameter("bf16") == 16  # ZeRO's paper
 assert memory.bytes_per_parameter(wide) == 18  # Hugging Face
@@ -336,29 +333,29 @@ print("16, 18, 18 and 20 bytes a parameter: shardlab.memory counts the same")
 # ````{admonition} Checked: "GB and GiB are the same thing"
 # :class: checked
 #
-# A GB is $10^9$ bytes, a GiB is $2^{30}$, 7.4 % more. `nvidia-smi`, PyTorch's messages and DeepSpeed's estimator divide by powers of two, and the last prints "GB" after it. Papers mostly divide by powers of ten.
-# And a GPU's label often means GiB. 128.5 GB are 119.7 GiB: if one unit is taken for the other, the error is more than half of Llama 3 8B's weights. This course never writes one for the other, and `memory.format_bytes` asks which you want.
+# A GB is $10^9$ bytes, a GiB is $2^{30}$, 7.4 % more. `nvidia-smi`, PyTorch's messages and DeepSpeed's estimator divide by powers of two, and the estimator labels the result "GB". Papers mostly divide by powers of ten.
+# And a GPU's label often means GiB. 128.5 GB are 119.7 GiB: if one unit is taken for the other, the error is more than half of Llama 3 8B's weights. This course never mixes them, and `memory.format_bytes` takes the unit as an argument.
 # ````
 #
 # ## Activations
 #
-# Backward needs numbers that forward computed: for the gradient of a matrix product, its input; for GELU, its input too.
+# Backward needs numbers that forward computed: a matrix product needs its input for the gradient of its weight, and GELU needs its input.
 # Autograd keeps them until backward has used them.
-# The table has what one layer keeps, in units of $bsh$ numbers: $b$ sequences in a batch, of $s$ tokens each, of $h$ numbers each (the hidden size).
+# The table lists the tensors that one layer keeps, in units of $bsh$ numbers: $b$ sequences in a batch, of $s$ tokens each, of $h$ numbers each (the hidden size).
 
 # %% tags=["hide-input"]
-# Table: what one layer keeps for every token
+# Table: tensors that one layer keeps for backward
 rows = [
     ("the layer's input, for the norm", "1"),
     ("the norm's output, for query, key and value", "1"),
     ("query, key, value, for attention", "3"),
     (
-        "attention's output, for its own backward, and as the next product wants it",
+        "attention's output, for its own backward, and a copy in the next product's layout",
         "2",
     ),
     ("input and output of the second norm", "2"),
     ("the feed-forward network, before GELU", "4"),
-    ("… and after it, for the second product", "4"),
+    ("… and after GELU, for the second product", "4"),
 ]
 per_token = sum(int(n) for _, n in rows)
 config = Config(vocab=8192, seq=256, layers=1, heads=4, hidden=256)
@@ -372,11 +369,11 @@ show.table(rows, ["kept by one layer", "numbers, in units of b s h"])
 
 # %% [markdown]
 # So a layer keeps about $17\,bsh$ numbers, of four bytes or of two. (It is $16\,bsh$ where a GPU's attention kernel writes its output in the order that the next product reads.)
-# The attention matrix itself, $s \times s$ for each head, is not among them: fused kernels never keep it, and compute it again in backward.
-# Attention in plain operations keeps it. With $a$ heads that is another $5abs^2$ bytes in 16-bit precision, which is in the formula of many papers: $sbh\,(34 + 5as/h)$ bytes for a layer with dropout {cite}`korthikanti2022recomputation`.
+# The attention matrix itself, $s \times s$ for each head, is not in the table: fused kernels do not store it, and compute it again in backward.
+# Attention in plain operations stores the matrix. With $a$ heads that is another $5abs^2$ bytes in 16-bit precision, a term of a well-known formula: $sbh\,(34 + 5as/h)$ bytes for a layer with dropout {cite}`korthikanti2022recomputation`.
 #
-# After the last layer come the logits: for each token as many numbers as the vocabulary has entries. The loss keeps their log-softmax; if they have 16 bits, it converts them to float32 first.
-# The table compares three shapes with what autograd really keeps.
+# After the last layer come the logits: for each token as many numbers as the vocabulary has entries. The loss keeps the log-softmax of the logits; 16-bit logits are first converted to float32.
+# The table compares predictions for three shapes with the bytes that autograd really keeps.
 
 # %% tags=["hide-input"]
 # Table: activations of three shapes, predicted and measured
@@ -416,13 +413,13 @@ show.table(rows, [*head, "difference (%)", "share of logits and loss (%)"])
 # ````{admonition} Checked: "activations are what the layers keep; forget the logits"
 # :class: checked
 #
-# In the table, logits and loss are up to half of what is kept. And where backward begins, two more tensors of that size are held for a moment, the gradients of the log-softmax and of the logits: there is the peak of the step below.
+# In the table, logits and loss are up to half of the bytes kept. And when backward begins, two more tensors of that size exist for a moment, the gradients of the log-softmax and of the logits: this moment is the peak of the step below.
 # For Llama 3 8B, one sequence of 8192 tokens makes $8192 \times 128{,}256$ logits: 4.2 GB in float32, for each copy.
 # ````
 #
-# ## The core: what a layer keeps, row by row
+# ## The core: activations of a layer, row by row
 #
-# The core checks the names that it is given, and returns states by kind. For activations it has a function for each row of [the table](#activations). Each returns the sizes of the tensors kept, in the order of the forward pass.
+# `shardlab/memory/core.py` returns the states by kind. For activations it has a function for each row of [the table](#activations), in the order of the forward pass; each function returns the bytes kept.
 
 # %%
 show.source(
@@ -445,7 +442,7 @@ show.source(
 # ## A whole step, predicted and measured
 #
 # Now a whole step. On the CPU, [`count.track_memory`](../code/shardlab/measure/count/storage.py) notes when each storage is made and when it is freed; on a GPU it reads the allocator's own counters.
-# The next cell runs two steps. It writes down how many bytes are held after each line, and at most while the line runs.
+# The next cell runs two steps. It records the bytes held after each line, and the peak while the line runs.
 
 # %%
 def watch_step(model, optimizer, tokens, targets, trace=False):
@@ -475,7 +472,7 @@ job = make_job()
 first, second = watch_step(*job), watch_step(*job)
 
 # %% tags=["hide-input"]
-# Table: bytes held after each line of the first two steps, and at most
+# Table: bytes held after each line of the first two steps, and the peak during it
 rows = []
 for name in first[0]:
     sizes = [size[name] / MB for step in (first, second) for size in step[:2]]
@@ -491,23 +488,21 @@ show.table(rows, [*head, "step 2: held after it (MB)", "at most in it (MB)"])
 
 # %% [markdown]
 # AdamW makes its moments in the first `step()`. So the first step's peak is lower, here by 42 MB, and a job whose first step fits can still run out of memory in its second.
-# That is also how to read the traceback of a failed job:
+# So the line at which a job fails says which tensors were too much:
 #
-# | it fails in | what was new there |
+# | the job fails in | new tensors there |
 # |---|---|
 # | `.to("cuda")` | weights |
 # | forward | activations; in the loss, the logits' copies |
 # | `backward()` | the logits' gradients at its beginning; gradients of the weights later on |
 # | the first `step()` | the moments |
-# | the second step's forward or backward | the moments are there for the first time while activations are |
+# | the second step's forward or backward | moments and activations exist at the same time for the first time |
 # | step 1000 | longer sequences than before, tensors that are kept from step to step, or fragments |
-#
-# And here is the second step beside the prediction.
 
 # %% tags=["hide-input"]
 # Table: each part of the second step, predicted and measured
 def compare_step(config, batch, device="cpu"):
-    """Rows of (part, predicted, measured) for the second step, on `device`."""
+    """Return rows of (part, predicted, measured) for the second step, on `device`."""
     job = make_job(config, batch, device)
     watch_step(*job)
     after, most, states, *_ = watch_step(*job)
@@ -541,7 +536,7 @@ show.table(rows, head, caption="One step on the CPU, batch of 2 sequences")
 
 
 # %% [markdown]
-# The picture shows the same step, with one column for each tensor that is made or freed. Beside it is a step whose layers are computed again in backward, which is [explained below](#memory-recompute).
+# The picture shows the same step, with one column for each tensor made or freed. Beside it is a step with [recomputation](#memory-recompute).
 
 # %%
 def recompute_blocks(job):
@@ -571,10 +566,10 @@ show.figure(
 )
 
 # %% [markdown]
-# In forward each layer adds an equal step. The highest part, in the middle, is the loss: log-softmax, its gradient, the logits' gradient, 16.8 MB each.
-# Then backward frees one layer's activations after another, while gradients are made.
+# In forward each layer adds the same number of bytes. The highest part, in the middle, is the loss: log-softmax, its gradient, the logits' gradient, 16.8 MB each.
+# Then backward frees the activations layer by layer, while it makes gradients.
 #
-# On a GPU other kernels run, which keep slightly different tensors, and libraries hold memory of their own.
+# A GPU's kernels keep slightly different tensors, and libraries hold memory of their own.
 # Where this machine has a GPU, the next cell prints the same table from the allocator's counters, and tables of models of billions of parameters, if they fit:
 
 # %% tags=["hide-input", "measured"]
@@ -610,20 +605,20 @@ if not GPU:
     print("This page was executed without a GPU: only the table above was measured.")
 
 # %% [markdown]
-# ## What a smaller batch does, and what it does not
+# ## A smaller batch: smaller activations, the same states
 #
-# A smaller batch is what everyone tries first. It makes activations smaller, but not the states, which do not depend on it.
+# A smaller batch is the usual first remedy. It makes activations smaller, but not the states, which do not depend on the batch.
 # Each row of the table has half the batch of the row before.
 #
 # ```{predict}
 # :row: 2
 # :column: of the row above
 #
-# Two sequences in place of four: what part of the peak is left, as a number between 0 and 1?
+# The batch is halved from four sequences to two. What share of the peak remains, as a number between 0 and 1?
 # ```
 
 # %% tags=["hide-input"]
-# Table: states, activations and peak for smaller and smaller batches
+# Table: states, activations and peak for batches of 4, 2 and 1
 rows, last = [], None
 for batch in (4, 2, 1):
     (*_, kept), (*_, peak) = compare_step(SHAPE, batch)[-2:]
@@ -642,31 +637,31 @@ show.table(rows, head)
 # ````{admonition} Checked: "halving the batch halves the memory"
 # :class: checked
 #
-# In the table, halving from 4 sequences to 2 saves less than two fifths, and from 2 to 1 less than a third. The states stay, whatever the batch.
+# In the table, halving from 4 sequences to 2 saves less than two fifths, and from 2 to 1 less than a third. The states do not change with the batch.
 # For Llama 3 8B on one GPU they are 128.5 GB, even with an empty batch.
 # ````
 #
-# From which batch on are activations larger than states? The model alone determines the states; activations grow with the $bs$ tokens on the GPU.
-# On each line of the picture both are equal; above it, activations are larger.
+# At which batch do activations become larger than states? The model alone determines the states; activations grow with the $bs$ tokens on the GPU.
+# On a line of the picture activations and states are equal; above it, activations are larger.
 #
 # ![Llama 3 8B: the number of sequences, for each sequence length, at which activations become larger than the states. With fused attention it is the product of the two that counts; with plain attention long sequences count twice; recomputing every layer moves the line up.](../figures/memory_overtake.svg)
 #
-# With fused attention only the product $bs$ counts: four sequences of 2048 tokens take as much as one of 8192.
+# With fused attention only the product $bs$ matters: four sequences of 2048 tokens take as much as one of 8192.
 # Where the attention matrix is kept, it grows with $s^2$, so the line falls more steeply.
 # The third line is for recomputation, the subject of the next section.
 #
 # (memory-recompute)=
-# ## Recomputation: pay with time
+# ## Recomputation: less memory for more time
 #
 # A layer's activations can be computed again from its input. So forward keeps only the input of each layer, $bsh$ numbers instead of about $17\,bsh$. When backward comes to a layer, it first runs that layer's forward once more.
-# In PyTorch that is one call, `torch.utils.checkpoint.checkpoint`, around each block: the function `recompute_blocks` above.
+# In PyTorch, recomputation is one call, `torch.utils.checkpoint.checkpoint`, around each block, as in `recompute_blocks` above.
 #
 # ![Activations of four layers in time, twice. Keep all: each layer's stay from its forward to its backward, and at the end of forward all four are there. Recompute: each layer keeps its input alone, runs forward again right before its backward, and only one layer's activations are whole at any time.](../figures/memory_recompute.svg)
 #
-# Backward takes about twice the arithmetic of forward, so one more forward adds a third to a step. The table has what recomputation saves and what it costs; steps with and without it alternate.
+# Backward takes about twice the arithmetic of forward, so one more forward adds a third to a step. The table shows the memory that recomputation saves and the time that it costs. For the time, steps with and without recomputation were run in turn.
 
 # %% tags=["hide-input", "measured"]
-# Table: what recomputation saves, predicted and measured; its price
+# Table: memory saved by recomputation, predicted and measured; its time
 def time_step(job):
     model, optimizer, tokens, targets = job
     begin = time.perf_counter()
@@ -703,8 +698,8 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# The layers' part shrinks to a seventeenth; logits and loss stay, since they are in no layer.
-# And the result is the same, bit for bit: the second forward computes what the first did. (With dropout it has to draw the same numbers again; `checkpoint` sees to that.)
+# The layers' activations shrink to a seventeenth; logits and loss are outside the layers and are kept.
+# And the gradients are the same, bit for bit, because the second forward repeats the first. (With dropout it must draw the same random numbers again; `checkpoint` restores the generator's state.)
 
 # %%
 def copy_gradients(job):
@@ -717,20 +712,20 @@ kept, again = copy_gradients(make_job()), copy_gradients(recompute_blocks(make_j
 print(sum(map(torch.equal, kept, again)), "of", len(kept), "gradients are equal")
 
 # %% tags=["hide-input"]
-# Holds the gradients of both against each other, bit for bit
+# Compares the gradients with and without recomputation, bit for bit
 assert all(map(torch.equal, kept, again))
 
 # %% [markdown]
-# *Selective* recomputation recomputes only attention. Where the attention matrix is kept, attention takes most of the memory and little of the arithmetic: for GPT-3 70 % less memory for 2.7 % more arithmetic {cite}`korthikanti2022recomputation`. Fused attention kernels do just that by themselves.
+# *Selective* recomputation recomputes only attention. Where the attention matrix is kept, attention takes most of the memory and little of the arithmetic: for GPT-3 70 % less memory for 2.7 % more arithmetic {cite}`korthikanti2022recomputation`. Fused attention kernels always recompute it.
 # The outputs of LayerNorms and nonlinearities, too, are large to keep and cheap to compute again; `recompute="norms+ffn"` counts what is kept without them.
 #
-# ## Many GPUs, simulated on fake tensors
+# ## Memory on many GPUs, simulated on fake tensors
 #
-# What would each of 8 GPUs hold of Llama 3 8B, or each of 64, if each kept only its shard of the states? (How that works is the lesson [ZeRO](zero.md).)
-# No such machine is needed to find out. `count.simulate_fsdp_step` runs PyTorch's own sharded training on *fake* tensors, which have a shape and a size but no data. The other ranks of its process group do not exist.
+# How much would each of 8 or 64 GPUs hold of Llama 3 8B, if each kept only its shard of the states (see [ZeRO](zero.md))?
+# You can find out without such a machine. `count.simulate_fsdp_step` runs PyTorch's own sharded training on *fake* tensors, which have a shape and a size but no data. The other ranks of its process group do not exist.
 #
-# **These numbers are simulated, not measured.** With a small model on four real ranks, the simulation was [equal to the byte](../tests/test_held.py).
-# It does not contain what an allocator loses to fragments, and what nccl takes.
+# **These numbers are simulated.** With a small model on four real ranks, simulation and measurement were [equal to the byte](../tests/test_held.py).
+# The simulation leaves out the allocator's fragmentation and nccl's buffers.
 
 # %% tags=["hide-input"]
 # Table: Llama 3 8B on 8 and on 64 GPUs, simulated and by the formula
@@ -756,11 +751,11 @@ show.table(
 )
 
 # %% [markdown]
-# With eight times as many GPUs each holds an eighth of the states, but as many activations as before. So from some number on, more GPUs save hardly anything.
+# With eight times as many GPUs each holds an eighth of the states, but as many activations as before. So beyond some number of GPUs, more of them save hardly any memory.
 #
-# ## A model of today, from its config.json
+# ## Memory of a Hugging Face model, from its config.json
 #
-# On Hugging Face's hub a model has its weights, and a `config.json` with its sizes. The file does not say what is built from these sizes. A class in the library does, one for each of some two hundred kinds of model.
+# On Hugging Face's hub a model has its weights, and a `config.json` with its sizes. The file does not say how the layers are built from these sizes. A class of the `transformers` library defines that, one class for each of some two hundred architectures.
 # These are the sizes of Qwen3-30B-A3B {cite}`qwen2025qwen3`.
 
 # %%
@@ -785,7 +780,7 @@ with tempfile.TemporaryDirectory() as folder:
 print(f"{qwen.num_params:,} parameters, of which a token meets {qwen.num_active_params:,}")
 
 # %% [markdown]
-# A Mixtral's file has nearly the same keys. Read as one, the same sizes make another model:
+# A Mixtral's file has nearly the same keys. If the file above is read as a Mixtral's, the same sizes give another model:
 
 # %%
 as_mixtral = Config(
@@ -796,14 +791,14 @@ as_mixtral = Config(
 print(f"{memory.count_parameters(as_mixtral) - qwen.num_params:,} parameters")
 
 # %% [markdown]
-# Its heads have half the size, and queries and keys are not normalised: 1.5 % of the parameters would be missing, and two thirds of what attention keeps for backward.
-# So `hub.read_structure` guesses nothing. It has `transformers` build the model on the `meta` device, where tensors have shapes and take no bytes, and adds up the sizes. Then it puts a token without data through one layer of each kind, and notes what backward would keep.
-# Nothing is downloaded, and no code that comes with a file is run. A file that it does not understand is refused with one line; sizes that a file does not give are named, and so is what the class does not read of it. If that is a size, the file is refused: it describes another model.
+# In a Mixtral the heads have half the size, and queries and keys are not normalised: 1.5 % of the parameters would be missing, and two thirds of attention's activations.
+# So `hub.read_structure` guesses nothing. It has `transformers` build the model on the `meta` device, where tensors have shapes and take no bytes, and adds up the sizes. Then it runs one layer of each kind on a meta tensor, and records the tensors that are kept for backward.
+# Nothing is downloaded, and no code that comes with a file is run. A file that it does not understand is refused with a one-line message. `hub.read` names the sizes that a file lacks, and the keys that the class does not read. If such a key is a size, the file is refused, because it describes another model.
 #
-# What a rank holds is then counted as above. Here are 64 GPUs, in groups of eight over which the experts are divided; the [lesson on experts](experts.md) tells how.
+# The memory of a rank is then predicted as above. The table is for 64 GPUs in groups of eight, each of which divides the [experts](experts.md).
 
 # %% tags=["hide-input"]
-# Table: Qwen3-30B-A3B on 64 GPUs, with more and more of its states shared
+# Table: Qwen3-30B-A3B on 64 GPUs, with more and more of its states divided
 rows = []
 for words, shared in {
     "copies": Layout(dp=64),
@@ -818,9 +813,9 @@ head = ["parameters (GB)", "gradients (GB)", "optimizer (GB)", "activations (GB)
 show.table(rows, ["on each rank", *head], caption="One sequence of 4,096 tokens on each")
 
 # %% [markdown]
-# `python -m shardlab memory --config config.json` prints it for any layout, and [strategy](strategy.md) plans with it.
+# `python -m shardlab memory --config config.json` prints this prediction for any layout, and [`strategy`](strategy.md) reads the same file.
 #
-# ## What other tools count
+# ## Other tools: MemTracker, memory snapshots, DeepSpeed's estimator
 #
 # PyTorch brings a tool for this, `MemTracker`. It should agree with `count.track_memory`, and it also says what kind of bytes were held at the peak.
 
@@ -838,7 +833,7 @@ with tracker:
 kinds = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
 
 # %% tags=["hide-input"]
-# Holds MemTracker's peak against our own count
+# Compares MemTracker's peak with our own count
 assert kinds["Total"] == ours
 for kind, size in kinds.items():
     if size:
@@ -850,10 +845,10 @@ print(f"count.track_memory: {ours:,} bytes")
 # On a GPU there are three more instruments:
 #
 # - `torch.cuda.memory_summary()` prints the allocator's counters.
-# - `torch.cuda.max_memory_allocated()` is the peak in the allocator's blocks, which are [somewhat larger](#memory-wrong) than what was asked for. `count.track_memory` reads the bytes that were asked for, `requested_bytes` in `memory_stats()`.
+# - `torch.cuda.max_memory_allocated()` is the peak in the allocator's blocks, which are [somewhat larger](#memory-wrong) than the tensors. `count.track_memory` reads the bytes requested for tensors, `requested_bytes` in `memory_stats()`.
 # - `torch.cuda.memory._record_memory_history()` and `_dump_snapshot(file)` write down every allocation with its stack, for the viewer at `pytorch.org/memory_viz`.
 #
-# DeepSpeed's estimator predicts before the job runs. The first column is what its documentation {cite}`deepspeed2026memory` prints for T5-3B on one node of eight GPUs. The second is from its formulas, the third our own count of the states.
+# DeepSpeed's estimator predicts before the job runs. The first column is the output that its documentation {cite}`deepspeed2026memory` shows for T5-3B on one node of eight GPUs. The second is from its formulas, the third is our own count of the states.
 
 # %% tags=["hide-input"]
 # Table: DeepSpeed's estimates as printed, by its formula, and our own
@@ -883,13 +878,13 @@ show.table(rows, [*head, "shardlab.memory (GiB)"])
 
 # %% [markdown]
 # For stage 2 the two counts differ: in the paper gradients are sharded; the estimator counts all of them on every GPU, and $16/d$ bytes of optimizer states on $d$ GPUs.
-# So learn what an estimate counts before you use it. None of these counts activations.
+# So find out which tensors an estimate counts before you use it. None of these counts activations.
 #
 # (memory-wrong)=
 # ## What goes wrong
 #
-# Each of these takes memory that no formula above contains.
-# The first cell has a step and an evaluation, in which the mistakes are made, and a function that returns the peak of the third step.
+# Each of these mistakes takes memory that no formula above contains.
+# The first cell defines a training step and an evaluation that can make the mistakes, and a function that returns the third step's peak.
 
 # %%
 model, optimizer, tokens, targets = make_job()
@@ -911,7 +906,7 @@ def run_evaluation(gradients):
 
 
 def measure_peak(fn):
-    """Most bytes held in `fn`, called for the third time, above what training needs."""
+    """Return the peak of the third call of `fn`, minus the bytes that training needs."""
     optimizer.zero_grad()
     kept.clear()
     with count.track_memory(model, optimizer, tokens, targets) as held:
@@ -923,7 +918,7 @@ def measure_peak(fn):
 
 
 # %% [markdown]
-# Now the mistakes, each with what it should add to the peak. One of them is harmless.
+# The next cell lists the mistakes, each with the bytes that it should add to the peak. One is harmless.
 
 # %%
 right, frugal = measure_peak(step), measure_peak(lambda: run_evaluation(False))
@@ -954,7 +949,7 @@ CASES = [
 ]
 
 # %% tags=["hide-input"]
-# Table: what each mistake adds to the peak, predicted and measured
+# Table: bytes that each mistake adds to the peak, predicted and measured
 rows = []
 for name, wrong, without, predicted in CASES:
     extra = measure_peak(wrong) - without
@@ -972,30 +967,30 @@ head = [
 show.table(rows, [*head, "difference (%)"])
 
 # %% [markdown]
-# - **Zeros take as much as gradients.** By default `zero_grad()` sets gradients to `None`, which frees them; with `set_to_none=False` zeros are held through forward.
+# - **Gradients set to zero take as much memory as gradients.** By default `zero_grad()` sets gradients to `None`, which frees them; with `set_to_none=False` zeros are held through forward.
 # - **A tensor is held as long as a name refers to it.** In a loop, `logits` holds the old tensor until it is assigned again, which is *after* the next forward has made the new one. The remedy is `del logits`, or a function around the step.
-# - **A loss refers to its graph, and the graph to everything that it saved**, until backward has run. In training that takes little; in an evaluation it grows with every batch, until memory runs out in the middle of the validation set. The remedy is `with torch.no_grad():`, and `.item()` for what you keep.
+# - **A loss refers to its graph, and the graph to everything that it saved**, until backward has run. In training a kept loss takes little; in an evaluation a sum of losses keeps the activations of every batch, until memory runs out in the middle of the validation set. The remedy is `with torch.no_grad():`, and `.item()` for what you keep.
 #
 # ````{admonition} Checked: "a list of losses keeps all activations alive"
 # :class: checked
 #
-# Not after `backward()`, which frees what the graph saved: in the third row each step adds four bytes. Without backward, in the fourth row, each batch adds all its activations.
-# Call `.item()` in both cases, but search for a leak where there is no backward.
+# Not after `backward()`, which frees the tensors that the graph saved: in the third row each step adds four bytes. Without backward, in the fourth row, each batch adds all its activations.
+# Call `.item()` in both cases, but look for leaks in code without backward.
 # ````
 #
-# **Fragments.** PyTorch takes memory from the GPU in *segments*, and cuts blocks off them.
+# **Fragmentation.** PyTorch takes memory from the GPU in *segments*, and cuts blocks off them.
 # A tensor of at most 1 MiB gets a multiple of 512 bytes of a segment of 2 MiB. One below 10 MiB shares a segment of 20 MiB; a larger one gets a segment of its own, rounded up to 2 MiB.
 # When a tensor takes a large block, the rest of the block is cut off only if it is more than 1 MiB. Otherwise the tensor keeps the whole block, and its rest is unused (torch 2.13).
 # After many steps with sequences of different lengths the free bytes are in many small pieces: 6 GiB may be free, and yet there is no piece for a tensor of 2 GiB.
-# The error then says that much is *reserved but unallocated*. Three things help:
+# The error then reports many bytes as *reserved but unallocated*. Three remedies:
 #
-# - `expandable_segments:True` in `PYTORCH_ALLOC_CONF` (before torch 2.9: `PYTORCH_CUDA_ALLOC_CONF`): segments grow, and every rest of 512 bytes or more is cut off;
-# - to pad sequences to a few lengths;
-# - to train on the longest batch first.
+# - `expandable_segments:True` in `PYTORCH_ALLOC_CONF` (before torch 2.9: `PYTORCH_CUDA_ALLOC_CONF`): segments can grow, and a remainder of 512 bytes or more can be used by other tensors;
+# - pad sequences to a few lengths;
+# - train on the longest batch first.
 #
-# On the CPU there is no such cache, so this page cannot show it.
+# On the CPU PyTorch has no such cache, so this page cannot show fragmentation.
 #
-# **An exception keeps a step's tensors.** Its traceback refers to the frames of the functions, and the frames to their tensors. A notebook keeps the last exception, so after an out-of-memory error the next cell has less memory than before.
+# **An exception keeps a step's tensors alive.** Its traceback refers to the frames of the functions, and the frames to their tensors. A notebook keeps the last exception, so after an out-of-memory error the next cell has less memory than before.
 # No restart is needed: delete the exception and your own names for tensors, and have Python collect objects that refer to each other (`gc.collect()`).
 
 # %%
@@ -1018,32 +1013,32 @@ gc.collect()
 print("and after the exception is gone:", seen[0]() is not None)
 
 # %% [markdown]
-# On a GPU `torch.cuda.empty_cache()` comes next: it gives back what torch keeps for later, and frees no tensor that a name still holds.
+# On a GPU then call `torch.cuda.empty_cache()`: it returns PyTorch's unused blocks to the GPU, but frees no tensor that a name still refers to.
 #
-# ## What helps, and what it costs
+# ## Ways to save memory, and their costs
 #
-# | remedy | it takes away | it costs |
+# | remedy | saves | costs |
 # |---|---|---|
-# | smaller batch, with accumulation | activations and logits, in proportion: measured above | smaller matrix products, of lower intensity in the [roofline](gemm.md#from-bytes-to-seconds-the-roofline); no byte of the states |
+# | smaller batch, with accumulation | activations and logits, in proportion: measured above; no byte of the states | smaller matrix products, with fewer [operations per byte](gemm.md#from-bytes-to-seconds-the-roofline) |
 # | recomputation | layers' activations: to 1/17 above | a third more arithmetic |
-# | the loss in pieces over the tokens | the logits' copies: three times 16.8 MB of the 151 MB above | the products with the output matrix again, or a fused kernel |
-# | bfloat16 | half of the activations; nothing of the 16 bytes | digits |
+# | the loss in chunks of tokens | the logits' copies: three times 16.8 MB of the 151 MB above | computing the logits twice, or a fused kernel |
+# | bfloat16 | half of the activations; none of the 16 bytes | precision |
 # | 8-bit moments | 6 of the 16 bytes | moments are rounded |
 # | offload to the host's memory | 12 of the 16 bytes, or all | these bytes are sent over a slow link in every step |
 # | sharding states over $d$ ranks ([ZeRO](zero.md)) | up to $16 - 16/d$ bytes; no byte of the activations | messages |
 #
-# In a real job, three numbers show that memory is set up right: the allocated bytes after the first step equal the states' prediction; the peak of the second step is within a few percent of the estimate; neither grows after that.
+# In a real job, two numbers show that memory is as planned: the allocated bytes after the first step equal the states' prediction, and the peak of the second step is within a few percent of the estimate. Neither grows in later steps.
 # The same estimate is a command, `python -m shardlab memory`. Here it answers for Llama 3 8B on 64 GPUs; with `--json` it prints bytes.
 
 # %%
 status = run_command("memory --model llama-3-8b --dp 64 --zero 3 --recompute full")
 
 # %% [markdown]
-# It has options for what real jobs use: pipeline stages with unequal numbers of layers (`--stages 9,9,8,6`, or a rule: `megatron`, `nanotron`), the stage whose memory you want (`--stage 0`), other schedules, sequences that are cut over ranks (`--cp`), experts that tensor ranks do not cut (`--etp 1`), and hybrid sharding (`--replicas`).
-# `--optimizer muon` counts one momentum for each matrix of a layer, AdamW's two for all else, and the largest matrix whole, as Muon's step needs it.
-# What an allocator reserves beyond what a program holds is in [the planner's prediction](strategy.md).
+# The command has options for real jobs: pipeline stages with unequal numbers of layers (`--stages 9,9,8,6`, or a rule: `megatron`, `nanotron`), the stage to predict (`--stage 0`), other schedules, sequences that are cut over ranks (`--cp`), experts that tensor parallelism leaves whole (`--etp 1`), and hybrid sharding (`--replicas`).
+# `--optimizer muon` counts one momentum for each matrix of a layer, AdamW's two moments for all other parameters, and one whole copy of the largest matrix, which Muon's step needs.
+# [The planner's prediction](strategy.md) includes the bytes that an allocator reserves beyond the tensors.
 #
-# On the course's site the command has a form: there your browser runs it, and nothing is installed.
+# On the course's site this form runs the command in your browser, without installation.
 #
 # :::{calculator} memory
 # :model: llama-3-8b
@@ -1055,21 +1050,19 @@ status = run_command("memory --model llama-3-8b --dp 64 --zero 3 --recompute ful
 # ```{admonition} On more GPUs
 # :class: note
 #
-# This page measures a whole step on one rank, and on one GPU where there is one. What eight ranks would hold is predicted.
+# This page measures a whole step on one rank, and on one GPU where there is one. The memory of eight ranks is predicted.
 # With a second GPU you could compare the sharded states with an allocator's peak,
-# and see what no estimate here contains: the buffers that nccl takes as soon as there is a link to another GPU.
+# and see memory that no estimate here contains: the buffers that nccl allocates once it connects to another GPU.
 # ```
 #
 # ## Exercises
-#
-# Each exercise has a check that runs your answer; the last two count every byte that your code holds.
 #
 # ```{exercise-start} States of a model (easy)
 # :label: ex-memory-states
 # ```
 #
 # GPT-2's largest model has 1.5 billion parameters. It is trained with AdamW, in bfloat16 with float32 master weights.
-# How many GB are its states?
+# How many GB do its states take?
 
 # %%
 answer = ...  # GB
@@ -1170,7 +1163,7 @@ check(my_states_bytes)
 # :label: ex-memory-batch
 # ```
 #
-# How many sequences of the model's full length fit? Use `memory.estimate_step(config, Layout(micro_batch=…))`, whose `.peak` is the most that a step holds, and `limit`, the bytes there are.
+# How many sequences of the model's full length fit? Use `memory.estimate_step(config, Layout(micro_batch=…))`, whose `.peak` is the peak of a step, and `limit`, the bytes available.
 # Return 0 when not even one fits.
 
 # %%
@@ -1212,7 +1205,7 @@ check(my_largest_batch)
 # ```
 #
 # Return the mean loss of `model` over `batches`, pairs of tokens and targets, all of one size.
-# Hold no more with the last batch than with the first, and keep no activations.
+# Hold no more memory at the last batch than at the first, and keep no activations.
 
 # %%
 def my_evaluate(model, batches):
@@ -1256,7 +1249,7 @@ check(my_evaluate)
 # :label: ex-memory-backward
 # ```
 #
-# Compute the gradient of the mean loss over all eight sequences, into `parameter.grad`, and never hold more activations than two sequences need. The optimizer is not your concern.
+# Compute the gradient of the mean loss over all eight sequences, into `parameter.grad`, and never hold more activations than two sequences need. Do not call the optimizer.
 # `tokens` and `targets` are `[8, sequence]`.
 
 # %%
@@ -1276,7 +1269,7 @@ check(my_backward)
 # :class: dropdown
 # ```
 #
-# Four pieces, each with its own backward; gradients add up by themselves. A piece's loss is a mean of its own, hence the quarter.
+# Run four pieces, each with its own backward; autograd adds up the gradients. Each piece's loss is the mean over that piece, so it is divided by four.
 
 # %%
 def my_backward(model, tokens, targets):
@@ -1296,7 +1289,7 @@ check(my_backward)
 # ```
 #
 # A step of `batch` sequences has to fit into `limit` bytes. Two things help: micro-batches, whose gradients add up, and recomputing every layer.
-# Return `(sequences, recompute)`: micro-batches of equal size, as large as possible, and `"none"` or `"full"`. Recomputation costs arithmetic, so it comes only where no size fits without it. If nothing fits, return `None`.
+# Return `(sequences, recompute)`: micro-batches of equal size, as large as possible, and `"none"` or `"full"`. Recomputation costs arithmetic, so use it only if no size fits without. If nothing fits, return `None`.
 # How do the gradients of the earlier micro-batches change the peak?
 
 # %%
@@ -1316,7 +1309,7 @@ check(my_micro_batch)
 # :class: dropdown
 # ```
 #
-# With more than one micro-batch gradients are held from the start, so a step of six needs less than a micro-batch of six.
+# With several micro-batches, every one after the first finds gradients in memory, so a step of six sequences needs less than a micro-batch of six in a larger step.
 
 # %%
 def my_micro_batch(config, batch, limit):
@@ -1338,15 +1331,15 @@ check(my_micro_batch)
 #
 # ## Summary
 #
-# - Model states are 16 bytes for each parameter with AdamW, in float32 and in mixed precision alike; no batch changes that.
+# - Model states are 16 bytes for each parameter with AdamW, in float32 and in mixed precision alike; the batch does not change that.
 # - Activations grow with batch times sequence: about $17\,bsh$ numbers a layer with fused attention, and only the input, $bsh$, of a layer that is recomputed.
-# - The peak is where backward begins, at the logits; a prediction without them is far too low.
-# - The second step is the first that holds everything.
-# - Predict first; then count one step. If the two differ, the step holds something that you do not know of.
+# - The peak is where backward begins, at the logits; a prediction without logits is far too low.
+# - The second step is the first that holds gradients, moments and activations.
+# - Predict first; then count one step. If they differ, the step holds a tensor that you did not expect.
 #
 # ## Further reading
 #
 # - {cite:t}`rajbhandari2020zero`, sections 1 and 3: where memory goes, and the 16 bytes; Table 1 is `memory.estimate_states`.
-# - {cite:t}`korthikanti2022recomputation`: every activation of a layer, counted; what recomputing which of them saves.
+# - {cite:t}`korthikanti2022recomputation`: every activation of a layer, counted; the memory that recomputing each of them saves.
 # - {cite:t}`chen2016sublinear`: recomputation, and why keeping the inputs of $\sqrt{L}$ of $L$ layers can be enough.
 # - {cite:t}`dettmers2022eightbit`: moments in 8 bits, block by block.

@@ -20,9 +20,7 @@
 #
 # - say how many bytes training needs on a GPU, and what each technique divides, sends and waits for;
 # - write data parallelism, a pipeline, a tensor-parallel layer and ZeRO in a dozen lines each, and compare each with one process;
-# - choose among them for a given model on given machines.
-#
-# A link to each technique's own lesson ends its section.
+# - choose among these techniques for a given model and cluster.
 #
 # The 70.6 billion weights of Llama 3 70B are 282 GB in float32; an H200 has 141 GB.
 #
@@ -63,7 +61,7 @@ P, STEPS, BATCH = memory.count_parameters(SHAPE), 5, 8
 
 
 def small_gpt():
-    """The same small GPT at every call."""
+    """Return a GPT with the same initial weights at every call."""
     torch.manual_seed(0)
     return GPT(SHAPE).to(ranks.device())
 
@@ -73,12 +71,12 @@ def adamw(parameters):
 
 
 def step_alone(model, optimizer):
-    """What one process does after backward."""
+    """Update after backward on one process: the optimizer step alone."""
     optimizer.step()
 
 
 def batch(step):
-    """All of a step's text: tokens, targets: [8, 64]."""
+    """Return the whole batch of a step: tokens and targets, each [8, 64]."""
     tokens, targets = text.get_batch(SHAPE.seq, BATCH, start=step * BATCH)
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
@@ -88,7 +86,6 @@ def batch(step):
 #
 # This page trains one small GPT, of four layers and 853,120 parameters, in several ways.
 # The first is one process: five steps of AdamW, with eight sequences in each.
-# Folded code helps, proves or tabulates; you can skip it.
 
 # %%
 def train(model, batch=batch, update=step_alone, parameters=None):
@@ -105,21 +102,21 @@ def train(model, batch=batch, update=step_alone, parameters=None):
 
 
 # %% [markdown]
-# Every other way has to end with these losses and weights, up to rounding.
-# Most call this same loop, with another `model`, `batch` or `update`.
+# Every other way of training must reproduce these losses and weights, up to rounding.
+# Most ways call this same loop with another `model`, `batch` or `update`.
 
 # %% tags=["hide-input"]
-# Trains it, and keeps losses and weights as the measure
+# Trains on one process, and keeps losses and weights as the reference
 class Trained(NamedTuple):
     losses: list  # of each step, where this rank knows it
     weights: list  # after the last step
     states: int  # bytes of weights, gradients and optimizer
     sent: float  # bytes that this rank sends in a step
-    calls: float  # and in how many messages or collectives
+    calls: float  # messages and collectives of this rank in a step
 
 
 def on_wire(sent):
-    """Bytes that leave this rank, from what it handed over: see Collectives."""
+    """Return the bytes that this rank sends, given the tensors it passed to collectives."""
     n, total = dist.get_world_size(), sent.bytes
     for name, size in sent.payload.items():
         if name.startswith("all_gather"):
@@ -132,7 +129,7 @@ def on_wire(sent):
 
 
 def counted(technique, *args):
-    """On a rank: what `technique` returns, holds, and sends from step to step."""
+    """Run `technique` on this rank, and count the bytes it holds and sends per step."""
     marks = []  # at each optimizer step: bytes and calls so far
 
     def mark(*_):
@@ -147,7 +144,7 @@ def counted(technique, *args):
     held += [p.grad for p in held]
     held += [s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     states = count.sum_bytes(t for t in held if t is not None)
-    # ZeRO-3 and tensor parallelism put their weights together for it.
+    # ZeRO-3 and tensor parallelism gather their full weights here.
     full = getattr(module, "full_state_dict", None)
     weights = [w.detach().cpu() for w in (full().values() if full else module.parameters())]
     each = ((last - first) / (STEPS - 1) for first, last in zip(marks[0], marks[-1]))
@@ -164,19 +161,19 @@ print("losses of one process:", ", ".join(f"{x:.4f}" for x in ONE.losses))
 
 # %% [markdown]
 # (mp-problem)=
-# ## It does not fit, and it is too slow
+# ## Why one GPU is not enough: memory and time
 #
 # This loop holds each weight, its gradient, and two running means that AdamW keeps.
 # In float32 these *model states* are 4 × 4 = **16 bytes for each parameter**.
-# Then there are the *activations*: everything that forward computes and backward needs again.
+# The *activations* come on top: the tensors that forward computes and backward needs again.
 #
 # ![Memory of one GPU during a step of Llama 3 8B in float32. Weights and AdamW's two means, 96 GB together, are there all the time. Activations pile up during forward, to 101 GB. During backward they go, and gradients come in their place, up to 32 GB. The peak of 198 GB is at the end of forward; the four parts add up to 230 GB.](../figures/model_parallelism_step.svg)
 #
-# Backward frees activations, from the last layer to the first, and makes gradients meanwhile.
+# Backward frees activations, from the last layer to the first, while it makes gradients.
 # So the *peak*, the most that a GPU holds at any moment, is less than the sum of the parts: here 198 GB, not 230.
 
 # %% tags=["hide-input"]
-# Table: what training of one sequence holds on a GPU, in float32
+# Table: memory of training on one sequence, in float32
 rows = []
 for name in ("llama-3-8b", "llama-3-70b"):
     config = PRESETS[name]
@@ -200,19 +197,19 @@ show.table(rows, head, caption="One GPU, float32, one sequence of 8,192 tokens")
 # `````{admonition} Checked: "a 70B model needs 280 GB"
 # :class: checked
 #
-# Its *weights* do, in float32; its states are 1,129 GB, and activations come on top.
+# Its *weights* need 280 GB in float32; its model states are 1,129 GB, and activations come on top.
 # `````
 #
 # Computing in 16 bits halves the activations.
 # The states stay at 16 bytes, because AdamW then keeps a float32 copy of each weight.
 # *Recomputation* keeps only each layer's input, and runs the layer's forward again in backward: a third more arithmetic at most.
-# [Memory](memory.md) predicts all this, and counts it to the byte.
+# [Memory](memory.md) predicts these sizes, and counts them to the byte.
 #
-# The other trouble is time.
-# Each weight multiplies and adds once per token in forward: 2 operations.
-# Backward does that twice, for the weight's gradient and for the gradient of the layer's input: 4 more.
+# The second limit is time.
+# For each token, forward needs one multiplication and one addition per weight: 2 operations.
+# Backward needs twice as many, for the weight's gradient and for the gradient of the layer's input: 4 more.
 # Llama 3 8B was trained on 15 trillion tokens {cite}`dubey2024llama3`.
-# One H100 does 989 trillion operations a second in 16 bits; 40 % of that is a good result.
+# One H100 does 989 trillion operations a second in 16 bits; 40 % is a good result.
 
 # %%
 seconds = 6 * 8.03e9 * 15e12 / (0.4 * 989e12)
@@ -222,22 +219,21 @@ print("on one H100:", round(seconds / (365 * 24 * 3600)), "years")
 # ## Four ways to divide the work
 #
 # A step takes a batch through layers; layers have weights; weights have gradients and optimizer states.
-# Each of these can be divided.
 #
 # ![Four ways to train one model of four layers on four ranks. Data parallelism: each rank has a quarter of the batch and all four layers; gradients are sent. ZeRO, stage 3: each rank has a quarter of the batch, and of every layer's weights, gradients and optimizer states a quarter; weights and gradients are sent. Pipeline: each rank has one layer, and the whole batch passes through all of them; activations are sent to the next rank. Tensor parallelism: each rank has the whole batch and a quarter of every layer's matrices; activations are summed in every layer.](../figures/model_parallelism_ways.svg)
 #
 # A *rank* is a process with a number; usually it has a GPU of its own.
-# Here four ranks are real processes, and each technique is compared with one process.
+# Here four ranks are real processes.
 # Operations that all ranks call together are *collectives*.
 # After an *all-reduce* every rank has the sum, or the mean, of the tensors of all ranks.
 
 # %% tags=["hide-input"]
-# Defines `beside_one_process`: the same losses, and the same weights?
+# Defines `beside_one_process`: compares losses and weights with one process
 FOUR = {}  # what each technique held and sent on four ranks: filled below
 
 
 def full(found):
-    """All ranks' weights: cut tensors joined, stages one after the other."""
+    """Return the full weights: join the ranks' shards, or concatenate the stages' lists."""
     if len(found[0].weights) < len(ONE.weights):
         return [w for rank in found for w in rank.weights]
     joined = []
@@ -249,7 +245,7 @@ def full(found):
 
 
 def apart(found, one):
-    """The largest difference of a step's loss, and of a weight after the last step."""
+    """Return the largest differences: of a step's loss, and of a weight after the last step."""
     steps = zip(*(rank.losses for rank in found))
     known = [[x for x in step if x is not None] for step in steps]
     losses = [sum(step) / len(step) for step in known]
@@ -294,16 +290,16 @@ def data_parallel():
 
 
 # %% [markdown]
-# A loss is a mean, and the mean of four means over equally many sequences is the mean over all.
+# Ranks have equally many sequences, so the mean of their four losses is the loss of the whole batch.
 # No weight is sent: the copies begin equal, and equal gradients keep them equal.
 
 # %% tags=["hide-input"]
-# Holds four copies against one process
+# Compares four copies with one process
 beside_one_process("data parallel", data_parallel)
 
 # %% [markdown]
 # In a ring each rank sends to the next one.
-# An all-reduce of $S$ bytes over a ring of $N$ ranks makes each rank send $2\frac{N-1}{N}S$: never more than $2S$, however many ranks.
+# An all-reduce of $S$ bytes over a ring of $N$ ranks makes each rank send $2\frac{N-1}{N}S$: never more than $2S$.
 # [Collectives](collectives.md) shows why.
 #
 # Copies divide the batch, and with it time and activations.
@@ -312,12 +308,12 @@ beside_one_process("data parallel", data_parallel)
 # `````{admonition} Checked: "N GPUs train N times as fast"
 # :class: checked
 #
-# They do while the gradients travel in less time than backward takes.
-# With more GPUs each has fewer sequences, and a shorter backward; gradients stay as large.
+# They do as long as sending the gradients takes less time than backward.
+# With more GPUs backward is shorter, but gradients are as large as before.
 # `````
 
 # %% tags=["hide-input"]
-# Table: how many times faster N copies are, predicted
+# Table: predicted speedup of N copies
 h100, llama = strategy.MACHINES["h100"], PRESETS["llama-3-8b"]
 params, rows, SPEEDUP = memory.count_parameters(llama), [], {}
 # Seconds on one GPU, of which two thirds are backward
@@ -330,7 +326,7 @@ for n in (64, 512, 4096):
     cells = 2e3 * compute / n / 3, 1e3 * sending, SPEEDUP[n]
     rows.append((f"{n:,}", *(f"{x:,.0f}" for x in cells)))
 assert [round(100 * SPEEDUP[n] / n) for n in SPEEDUP] == [100, 99, 17]
-head = ["GPUs", "backward (ms)", "gradients travel (ms)", "times as fast as one GPU"]
+head = ["GPUs", "backward (ms)", "sending gradients (ms)", "speedup over one GPU"]
 show.table(rows, head, caption="Predicted: Llama 3 8B on H100s, 4 million tokens in a step")
 
 
@@ -339,7 +335,7 @@ show.table(rows, head, caption="Predicted: Llama 3 8B on H100s, 4 million tokens
 # [Data parallelism](data_parallel.md) packs them into *buckets* and sends those during backward, as PyTorch's `DistributedDataParallel` does.
 
 # %% tags=["hide-input"]
-# Holds that lesson's module against one process, and counts its calls
+# Compares that lesson's module with one process, and counts its all-reduces
 def in_buckets():
     return train(DataParallel(small_gpt(), dist.group.WORLD), local_batch)
 
@@ -363,7 +359,7 @@ assert plain == 35 and packed < 4
 # %% tags=["hide-input"]
 # Defines `receive`, and `my_stage`: a rank's layers of the small GPT
 def receive(like, source):
-    """What a neighbour sends for these sequences: activations, or their gradient: [b, s, h]."""
+    """Receive activations, or their gradient, from a neighbouring stage: [b, s, h]."""
     x = torch.empty(*like.shape[:2], SHAPE.hidden)
     dist.recv(x, source)
     return x.requires_grad_()
@@ -395,11 +391,11 @@ def pipeline_step(stage, micro_batches):
 
 # %% [markdown]
 # A batch is cut into $m$ *micro-batches*.
-# With $m = 1$ this is the *naive pipeline*: one rank works, and three wait.
+# With $m = 1$ this is the *naive pipeline*: three ranks wait.
 # With $m = 4$ a stage begins the next micro-batch as soon as it has sent the one before: GPipe {cite}`huang2019gpipe`.
 
 # %% tags=["hide-input"]
-# Holds both pipelines against one process
+# Compares both pipelines with one process
 def in_stages(m):
     stage, last = my_stage(), dist.get_rank() == dist.get_world_size() - 1
     optimizer = adamw(stage.parameters())
@@ -423,13 +419,13 @@ beside_one_process("pipeline", in_stages, 4, device="cpu")
 # ![Three timelines of four stages on one axis; a backward takes twice as long as a forward. Naive: the whole batch at once, one stage computes at a time, each is busy 25 % of the time. GPipe with four micro-batches: all forwards, then all backwards; stages overlap, each is busy 57 % of the time. 1F1B with four micro-batches: each backward begins as early as it can; it takes exactly as long as GPipe.](../figures/model_parallelism_bubble.svg)
 #
 # The time in which a stage is idle is the *bubble*.
-# Each of $p$ stages works in $m$ of $m+p-1$ turns, so the bubble is $\frac{p-1}{m+p-1}$ of the step.
-# The table measures it, on stages that sleep instead of computing.
+# Each of the $p$ stages works in $m$ of a step's $m+p-1$ time slots, so the bubble is $\frac{p-1}{m+p-1}$ of the step.
+# The table measures the busy time, on stages that sleep instead of computing.
 
 # %% tags=["hide-input", "measured"]
-# Table: how busy four stages are, by the formula and by the clock
+# Table: busy share of four stages, by the formula and measured
 class Sleep(torch.autograd.Function):
-    """One unit of time a sequence in forward, two in backward."""
+    """Sleep one unit of time per sequence in forward, two in backward."""
 
     @staticmethod
     def forward(ctx, x_BSH, unit):
@@ -444,7 +440,7 @@ class Sleep(torch.autograd.Function):
 
 
 def busy(m, unit=0.01):
-    """Share of a step in which a stage works: the best of three steps."""
+    """Return the largest share, of three steps, in which a stage is busy."""
 
     def asleep(x):
         if not x.is_floating_point():  # the first stage's tokens
@@ -476,10 +472,10 @@ show.table(rows, ["micro-batches", "busy: formula (%)", "measured (%)"])
 # %% [markdown]
 # More micro-batches make the bubble smaller, but GPipe keeps the activations of all $m$ until backward.
 # {term}`1F1B <one forward, one backward>` does each backward as early as it can.
-# Its bubble is GPipe's, but a stage keeps at most $p$ micro-batches, not $m$ {cite}`narayanan2021megatron`.
+# Its bubble is as large as GPipe's, but a stage keeps activations of at most $p$ micro-batches, not $m$ {cite}`narayanan2021megatron`.
 #
-# A rank holds about a quarter of the states, and no other technique here sends so little.
-# The price is the bubble, and that all stages have to take equal time.
+# A rank holds about a quarter of the states, and sends least of all techniques here.
+# The price is the bubble; and all stages must take equally long, or the slowest delays the others.
 # [Pipeline parallelism](pipeline.md) builds 1F1B and its successors.
 #
 # (mp-tensor)=
@@ -490,14 +486,14 @@ show.table(rows, ["micro-batches", "busy: formula (%)", "measured (%)"])
 #
 # ![A feed-forward network on four ranks. Every rank has all of X. The first matrix is cut by columns, a quarter for each rank, and so are X times it and its GELU. The second matrix is cut by rows, a quarter for each rank. Each rank then has a summand of Y, as large as all of Y; an all-reduce adds the four.](../figures/model_parallelism_ffn.svg)
 #
-# $W_1$ is cut by columns, so a rank computes some columns of $X W_1$; GELU needs no others.
-# $W_2$ is cut by rows: a rank has the rows that multiply its columns.
-# Each rank's result is a *summand* of $Y$; one all-reduce adds up the summands.
+# $W_1$ is cut by columns, so a rank computes some columns of $X W_1$; GELU works on each number alone.
+# $W_2$ is cut by rows: a rank has those rows by which its columns of $\operatorname{GELU}(X W_1)$ are multiplied.
+# Each rank's product is a *summand* of $Y$, as large as $Y$; one all-reduce adds up the summands.
 
 # %% tags=["hide-input"]
-# Defines `Copy` and `Sum`: an all-reduce in backward, and one in forward
+# Defines `Copy`, an all-reduce in backward, and `Sum`, an all-reduce in forward
 class Copy(torch.autograd.Function):
-    """All ranks use x: forward does nothing, backward adds up their gradients."""
+    """Use x on all ranks: forward returns x, backward all-reduces the gradients of x."""
 
     @staticmethod
     def forward(ctx, x):
@@ -511,7 +507,7 @@ class Copy(torch.autograd.Function):
 
 
 class Sum(torch.autograd.Function):
-    """All ranks have a summand: forward adds them up, backward does nothing."""
+    """Add up the ranks' summands: forward all-reduces, backward returns the gradient as is."""
 
     @staticmethod
     def forward(ctx, summand):
@@ -547,13 +543,13 @@ def tensor_parallel():
 # %% [markdown]
 # A tensor's name ends in its axes: $B$ sequences, $S$ tokens, $H$ numbers for each token; $f$ is this rank's part of the $F$ columns of $W_1$.
 #
-# `Sum` is the all-reduce; in backward it does nothing.
-# `Copy` is the opposite: every rank used all of $X$, so the gradient of $X$ is a sum over the ranks.
+# `Sum` is the all-reduce in forward; in backward it does nothing.
+# `Copy` does nothing in forward, and all-reduces in backward: every rank used all of $X$, so the gradient of $X$ is a sum over the ranks.
 #
 # Attention is cut in the same way, by heads.
 
 # %% tags=["hide-input"]
-# Holds both against one process: some matrices cut, and all of them
+# Compares with one process: only the feed-forward cut, and then every matrix
 def everything_cut():
     model, losses = tp.parallelize(small_gpt(), dist.group.WORLD), []
     optimizer = adamw(model.parameters())
@@ -573,19 +569,19 @@ beside_one_process("tensor parallel", everything_cut)
 
 # %% [markdown]
 # States and arithmetic of each layer are divided, and there is no bubble.
-# The price is four all-reduces a layer, two in forward and two in backward, and the next product waits for each.
+# The price is four all-reduces a layer, two in forward and two in backward; the next matrix product waits for each of them.
 # So these ranks are usually the GPUs of one *node*, a machine with fast links inside.
 #
 # `````{admonition} Checked: "tensor parallelism sends less than data parallelism"
 # :class: checked
 #
 # Often it sends more.
-# A copy sends two numbers for each parameter, whatever the batch.
-# A rank with cut matrices sends 8 × width numbers for each token in each layer.
+# In data parallelism a rank sends two numbers for each parameter, whatever the batch.
+# In tensor parallelism a rank sends 8 × width numbers for each token in each layer.
 # `````
 
 # %% tags=["hide-input"]
-# Table: bytes that a GPU sends in a step, as a copy and with cut matrices
+# Table: bytes that a GPU sends in a step of data and of tensor parallelism
 rows = []
 jobs = [
     (name, PRESETS[name], 8, 8, 2) for name in ("gpt-2", "llama-3-8b", "gpt-3-175b")
@@ -607,8 +603,8 @@ assert [
     *[True] * 3,
     False,
 ]
-head = ["model", "GPUs", "tokens in a step", "a copy sends (MB)", "with cut matrices (MB)"]
-show.table(rows, [*head, "more from (tokens in a step)"])
+head = ["model", "GPUs", "tokens in a step", "data parallel (MB)", "tensor parallel (MB)"]
+show.table(rows, [*head, "tensor parallel sends more above (tokens)"])
 
 
 # %% [markdown]
@@ -645,9 +641,9 @@ def zero_2():
 
 
 # %% [markdown]
-# This is stage 2; stage 1 would keep all gradients until the next step begins.
+# This is ZeRO's stage 2; stage 1 keeps all gradients until the next step.
 # Stage 3 divides the weights, too: it gathers a layer's weights just before they are needed, and frees them afterwards.
-# With the course's module that is one line.
+# The course's `zero` module does this in one line.
 
 # %%
 def zero_3():
@@ -656,7 +652,7 @@ def zero_3():
 
 
 # %% tags=["hide-input"]
-# Holds both stages against one process
+# Compares ZeRO-2 and ZeRO-3 with one process
 # CPU: gloo, which ranks on one GPU use, has no reduce-scatter for a GPU's tensors
 beside_one_process("ZeRO-2", zero_2, device="cpu")
 # CPU: bytes held by CPU kernels
@@ -666,13 +662,11 @@ beside_one_process("ZeRO-3", zero_3, device="cpu")
 # Activations are not divided: each rank has those of its own sequences.
 #
 # Stages 1 and 2 send what data parallelism sends, because an all-reduce *is* a reduce-scatter and an all-gather.
-# Stage 3 gathers the weights once more, for backward: 1.5 times as much at most.
+# Stage 3 gathers the weights once more, for backward, and so sends 1.5 times as much at most.
 # [ZeRO](zero.md) builds all stages, and shows FSDP2, PyTorch's stage 3.
 #
 # (mp-together)=
-# ## The four side by side
-#
-# This is what each technique held and sent on four ranks.
+# ## The four techniques compared
 
 # %% tags=["hide-input"]
 # Table: states and traffic of four ranks, predicted and counted
@@ -718,19 +712,19 @@ head += ["sent in a step (MB): predicted", "counted", "calls"]
 show.table(rows, head, caption="The fullest rank")
 
 # %% [markdown]
-# No technique is best everywhere; all figures are for four ranks.
+# All figures are for four ranks.
 #
 # | technique | use it when | price |
 # |---|---|---|
 # | data parallelism | the model fits | 16 bytes per parameter on every GPU |
-# | ZeRO-1, 2 | it nearly fits: 10 or 7 bytes | stage 2 sends after each micro-batch |
-# | ZeRO-3 | states do not fit: 4 bytes | up to 1.5 times the bytes, in many more calls |
+# | ZeRO-1, 2 | the model nearly fits: 10 or 7 bytes per parameter | stage 2 sends after each micro-batch |
+# | ZeRO-3 | states do not fit: 4 bytes per parameter | sends up to 1.5 times the bytes, in many more calls |
 # | recomputation | activations do not fit | a third more arithmetic at most |
-# | tensor parallelism | a layer is too large, or sequences are fewer than GPUs | 14 times a pipeline's bytes; computation waits for most of them |
-# | pipeline | it has to span nodes | idle 43 % of the time with as many micro-batches as stages |
+# | tensor parallelism | a layer is too large, or sequences are fewer than GPUs | sends 14 times a pipeline's bytes; computation waits for most of them |
+# | pipeline | the model must span nodes | idle 43 % of the time with as many micro-batches as stages |
 
 # %% tags=["hide-input"]
-# Holds the table to the numbers of this page
+# Checks the table against the numbers of this page
 assert [round(HELD[f"ZeRO-{z}"] / P) for z in (2, 3)] == [7, 4]
 assert memory.estimate_states(4, Layout(dp=4, zero=1), "fp32").total == 4 * 10
 assert (
@@ -746,13 +740,13 @@ print("all numbers of the table are those of this page")
 # (mp-choose)=
 # ## How to choose
 #
-# Go down the chart and take the first rung that fits.
-# Rungs 1 to 5 change no line of the model, 6 needs fast links, 7 a schedule; 8 is slow, for when nothing else fits.
+# Go down the chart and take the first technique with which the job fits into memory.
+# Techniques 1 to 5 change no line of the model, 6 needs fast links, 7 a schedule; 8 is the slow last resort.
 #
 # ![A flow chart with a rung for each technique. At every rung two questions: can the batch be shared out, and does the fullest rank fit into its memory? Yes: train. No: the next rung. After the last one: more GPUs, or larger ones. The rungs: 1, data parallel: every GPU has a copy of everything; 2, ZeRO-1: each optimizer state once among the copies; 3, ZeRO-2: each gradient once, too; 4, ZeRO-3: each weight once, too, if the wire keeps up; 5, recompute: layers keep their inputs alone; ZeRO as before; 6, tensor in the node: matrices cut, over 2, 4, … GPUs of a node; 7, pipeline across nodes: layers cut, over stages on several nodes; 8, the host's memory: optimizer, or all states, on the host: slowest.](../figures/model_parallelism_choose.svg)
 #
 # A *layout* says how a job is divided.
-# The course's planner predicts memory and seconds of each, and `choose` follows the chart.
+# The course's planner predicts each layout's memory and step time, and `choose_by_chart` follows the chart.
 
 # %%
 for name in ("gpt-2", "llama-3-8b", "llama-3-70b"):
@@ -762,9 +756,9 @@ for name in ("gpt-2", "llama-3-8b", "llama-3-70b"):
 
 # %% [markdown]
 # Here $d$ is the number of copies.
-# A later rung of the chart may be faster; [Strategy](strategy.md) predicts by how much.
+# A later technique of the chart may be faster; [Strategy](strategy.md) predicts by how much.
 #
-# Large jobs, such as [GPT-3 on 64 GPUs](../book/gpt3_on_64_gpus.md), combine them: tensor parallelism inside each node, a pipeline across nodes, and several copies of the whole, which share their optimizer states by ZeRO-1.
+# Large jobs, such as [GPT-3 on 64 GPUs](../book/gpt3_on_64_gpus.md), combine techniques: tensor parallelism inside each node, a pipeline across nodes, and several copies of that pipeline, which divide their optimizer states by ZeRO-1.
 #
 # ![Two jobs on four nodes of four GPUs. A large model: there are two copies, and each gets half of the batch. A copy is a pipeline of two nodes, with layers 1 and 2 on the first and 3 and 4 on the second; inside a node each GPU has a quarter of every matrix. A small model and much data: every GPU has all layers, and a sixteenth of the batch for itself.](../figures/model_parallelism_stacks.svg)
 #
@@ -772,10 +766,10 @@ for name in ("gpt-2", "llama-3-8b", "llama-3-70b"):
 # ## DeepSpeed in practice
 #
 # DeepSpeed, a production engine, takes a model and a dictionary of settings {cite}`rasley2020deepspeed`.
-# [Its lesson](deepspeed_engine.md) shows the loop and explains the settings.
+# [Its lesson](deepspeed_engine.md) explains the settings.
 
 # %% tags=["hide-input"]
-# Trains by DeepSpeed on two ranks, and holds it against one process
+# Trains with DeepSpeed on two ranks, and compares with one process
 def by_deepspeed(stage):
     settings = de.build_config(Layout(dp=2, zero=stage, micro_batch=4))
     engine = de.initialize(small_gpt(), settings)
@@ -806,12 +800,12 @@ for stage in (2, 3):
 
 # %% [markdown]
 # (mp-more)=
-# ## Three more cuts
+# ## Sequence, context and expert parallelism
 #
 # ![Six things that four ranks can share. Activations are a block of sequences, tokens and width: data parallelism cuts the sequences of the batch, context parallelism the tokens of each sequence, tensor parallelism the width of each layer. Of the model, a pipeline cuts the layers, ZeRO the states of every layer, and expert parallelism deals out the experts, to which each token is sent by a router.](../figures/model_parallelism_cuts.svg)
 #
-# [**Sequence parallelism**](sequence_parallel.md) divides by tokens the activations that tensor parallelism leaves whole, for the same bytes.
-# [**Context parallelism**](context_parallel.md) divides the tokens everywhere, for sequences too long for one GPU; attention's keys and values then travel.
+# Tensor parallelism leaves some activations whole on every rank; [**sequence parallelism**](sequence_parallel.md) divides them by tokens, and sends no more bytes.
+# [**Context parallelism**](context_parallel.md) divides the tokens in all layers, for sequences too long for one GPU; ranks then send each other attention's keys and values.
 # [**Experts**](experts.md) are many feed-forward networks in one layer, on different ranks; a router picks a few for each token {cite}`deepseek2024v3`.
 #
 # ## What goes wrong, and how it looks
@@ -828,8 +822,6 @@ for stage in (2, 3):
 # | more GPUs do not shorten the step | [sending the gradients](data_parallel.md) takes longer than backward |
 #
 # ## Exercises
-#
-# Each exercise has a check; the sixth runs your answer on four ranks.
 #
 # ```{exercise-start} The states of one GPU (easy)
 # :label: ex-map-states
@@ -954,7 +946,7 @@ check(answer, "gpus_needed")
 # :class: dropdown
 # ```
 #
-# 90 % of 80 GB is 72 GB. Ten of them are taken whatever $N$ is, so 62 GB are left for states.
+# 90 % of 80 GB is 72 GB; 10 GB are taken whatever the number of GPUs, so 62 GB are left for states.
 # 1,120 / 62 = 18.1, so 19 GPUs are needed, which are in three nodes.
 
 # %%
@@ -1018,8 +1010,8 @@ check(my_zero_traffic)
 # Four ranks train `y_BF = x_BH @ w_FH.T`: two copies, each cut in two.
 # The loss is half of the sum of `y_BF ** 2`, divided by the sequences of *all* copies.
 # Each rank has the `x_BH` of its copy, and `w_fH`: half of the rows of `w_FH`.
-# `tensor_group` is the group of the ranks of one copy, `data_group` that of the ranks with the same rows.
-# A collective takes a group as `group=…`, and is then over its ranks alone.
+# `tensor_group` holds the ranks of one copy, `data_group` the ranks with the same rows.
+# With `group=…` a collective runs over the ranks of that group alone.
 # Return the loss of the whole batch, the same on all ranks, and the gradient of `w_fH`.
 # Copies have equally many sequences.
 # Derivative: the gradient of `w_fH` is `y_Bf.T @ x_BH` over the sequences.
@@ -1070,7 +1062,7 @@ check(my_grid_step)
 # Lay out Llama 3 70B on 64 H200s, 8 in a node, for steps of 512 sequences of 8,192 tokens.
 # The fullest GPU should reserve no more than 139.2 GB, 92.7 % of what it has, and a step should take no more than 71 s, as `strategy.predict` predicts.
 # The chart's layout fits, and is too slow.
-# More than one layout does it; the check says what yours lacks.
+# Several layouts meet both limits; the check says which limit yours misses.
 
 # %%
 # strategy.Layout(dp=…, tp=…, pp=…, zero=…, micro_batch=…, microbatches=…,
@@ -1088,8 +1080,8 @@ check(layout, "my_layout")
 # ```
 #
 # The chart takes ZeRO-3 with recomputation, which computes a third more.
-# With matrices cut over half a node, two stages and eight copies the activations fit without it.
-# Matrices cut over a whole node, `tp=8`, would wait longer for their sums.
+# With matrices cut over half a node, two stages and eight copies, the activations fit without recomputation.
+# With matrices cut over a whole node, `tp=8`, ranks would wait longer for all-reduces.
 
 # %%
 layout = strategy.Layout(
@@ -1103,12 +1095,12 @@ check(layout, "my_layout")
 #
 # ## Summary
 #
-# - Training holds 16 bytes for each parameter, and activations.
-# - Data parallelism divides the batch, a pipeline the layers, tensor parallelism the matrices, and ZeRO the states that the copies would hold many times.
+# - Training needs 16 bytes for each parameter, plus activations.
+# - Data parallelism divides the batch, a pipeline the layers, tensor parallelism the matrices, and ZeRO the states, which plain copies hold in full.
 #
 # ## Further reading
 #
-# - [Questions: the map](../book/questions_map.md): what you can say now without running anything.
+# - [Questions: the map](../book/questions_map.md): questions that you can answer now without running code.
 # - {cite:t}`shoeybi2019megatron`, {cite:t}`huang2019gpipe` and {cite:t}`rajbhandari2020zero`: where tensor parallelism, micro-batches and ZeRO come from.
-# - {cite:t}`narayanan2021megatron`: the three together, on up to 3,072 GPUs.
+# - {cite:t}`narayanan2021megatron`: data, pipeline and tensor parallelism together, on up to 3,072 GPUs.
 # - {cite:t}`dubey2024llama3`, section 3.3: how Llama 3 405B was laid out, and what went wrong.

@@ -661,7 +661,7 @@ run_cli("strategy plan --model llama-3-70b --gpu h100 --gpus 64 --profile torcht
 # Below the table the command prints what was searched: ranks share sequences from 8,192 tokens on, stages and chunks may be unequal, single operators are recomputed where that may be faster. It also names what the search leaves out, and warns where little memory is free or the MFU is low.
 # `--layout` takes a layout as it is, from a paper for instance. With Megatron's constants Llama 3 405B on 16,384 GPUs is predicted at 44 % MFU, and ran at 41 {cite}`dubey2024llama3`. It ran in 80 GiB: predicted are 92 GB, or 80 if gradients are sharded as well.
 #
-# `--config config.json` plans a model of Hugging Face's hub as `transformers` builds it, [counted exactly](memory.md#a-model-of-today-from-its-configjson): latent attention, windows, experts of any kind. What a file leaves open is named, and what is not understood is refused in one line.
+# `--config config.json` plans a model of Hugging Face's hub as `transformers` builds it, [counted exactly](memory.md#memory-of-a-hugging-face-model-from-its-configjson): latent attention, windows, experts of any kind. What a file leaves open is named, and what is not understood is refused in one line.
 # `--rates here.json` takes the constants that `strategy fit` wrote.
 # `strategy emit` writes the fastest layout that an engine can run as its configuration, each line with its reason: for DeepSpeed, torchtitan, Megatron, the course's `train.py`, or as a batch file for Slurm.
 # A file for DeepSpeed begins so:

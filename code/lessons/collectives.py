@@ -19,23 +19,23 @@
 # After this lesson you can
 #
 # - say what a rank, a world size, a local rank and a process group are, and read them from a launcher's environment;
-# - name the seven collectives, draw what each leaves on every rank, and build each from plain sends and receives;
+# - name the seven collectives, draw each one's result on every rank, and build each from sends and receives;
 # - predict how many bytes and how many seconds a collective takes, and check the prediction;
-# - find the rank that is to blame when a collective hangs.
+# - find the rank at fault when a collective hangs.
 #
 # **208 ms or 80 ms?** Four ranks add up the gradients of one small model over a slow network.
-# Done in the obvious way it takes 208 ms; the other way, 80 ms.
-# Both numbers are predictions, made with two formulas of this lesson. The first cell measures them.
+# The obvious way takes 208 ms; another way takes 80 ms.
+# Both numbers are predicted with two formulas of this lesson; the first cells measure them.
 #
 # ## Four ranks, one sum
 #
 # Four processes train copies of one small model.
 # After each step they need the sum of their gradients, on all four.
-# The obvious way: everybody sends to rank 0, rank 0 adds, and sends the sum back.
+# The obvious way: every rank sends its gradients to rank 0, and rank 0 adds them and sends the sum back.
 # A less obvious way, the *ring*, is the subject of half this lesson.
 
 # %% tags=["hide-input"]
-# Imports, the slow link's numbers, and two clocks
+# Imports, the slow link's latency and bandwidth, and two timers
 import socket
 import subprocess
 import sys
@@ -61,7 +61,7 @@ LATENCY, BANDWIDTH = 5e-3, 100e6  # of the slow link: seconds, bytes per second
 
 
 def time_call(call, repeats=3):
-    """When each of `repeats` calls began and ended on this rank."""
+    """Return the begin and end times of `repeats` calls on this rank."""
     times = []
     for _ in range(repeats):
         dist.barrier()
@@ -72,8 +72,8 @@ def time_call(call, repeats=3):
 
 
 def best_time(times_by_rank):
-    """Seconds of the fastest repeat, from the first rank's beginning to the last one's
-    end. Other work on the machine only adds time: the fastest is nearest to it."""
+    """Return the seconds of the fastest repeat, from the first rank's begin to the last
+    rank's end. Other work on the machine can only add time, so the minimum is best."""
     repeats = [zip(*repeat, strict=True) for repeat in zip(*times_by_rank, strict=True)]
     return min(max(ends) - min(begins) for begins, ends in repeats)
 
@@ -87,7 +87,7 @@ style = show.set_style()
 
 # %%
 def plain_naive(tensor, group):
-    """Every rank's tensor becomes the sum of all: over rank 0."""
+    """All-reduce `tensor` in place: rank 0 adds up all tensors and sends the sum."""
     if dist.get_rank(group) > 0:
         ranks.isend(tensor, 0, group).wait()
         return ranks.irecv(tensor, 0, group).wait()
@@ -101,7 +101,7 @@ def plain_naive(tensor, group):
 
 
 def plain_ring(tensor, group):
-    """Every rank's tensor becomes the sum of all: around a ring."""
+    """All-reduce `tensor` in place around a ring."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     after, before = (rank + 1) % size, (rank - 1) % size
     pieces = tensor.chunk(size)
@@ -117,7 +117,7 @@ def plain_ring(tensor, group):
 
 
 # %% [markdown]
-# The next cell runs them over an emulated link of 100 MB/s and 5 ms, about what a long 1 Gbit/s line gives, and beside them the ring of this lesson's module.
+# The next cell runs both, and the ring of this lesson's module, over an emulated link of 100 MB/s and 5 ms, about a long 1 Gbit/s line.
 
 # %%
 WAYS = {
@@ -142,7 +142,7 @@ def sum_gradients():
 
 
 # %% tags=["hide-input", "measured"]
-# Holds the sums against 1 + 10 + 100 + 1000; table: bytes and times
+# Checks the sums: 1 + 10 + 100 + 1000; table: bytes and times
 found = ranks.run(sum_gradients, 4, device="cpu")  # CPU: times are gloo's
 assert all(rank[way][2] for rank in found for way in WAYS)
 model = CostModel(LATENCY, BANDWIDTH)
@@ -162,26 +162,26 @@ sends = ["rank 0 sends (MB)", "rank 3 sends (MB)"]
 show.table(rows, ["way", *sends, "predicted (ms)", "measured (ms)", "difference"])
 
 # %% [markdown]
-# Same numbers in, same sum out, and one way takes more than twice as long as the other.
-# With eight ranks it would be nearly four times.
-# You will be able to say why, and when the ring is the wrong choice.
+# The sums are equal, and the naive way takes more than twice as long as the ring.
+# With eight ranks it would take nearly four times as long.
+# This lesson explains why, and when the ring is the wrong choice.
 #
 # The plain ring is as fast and sends as many bytes as the module's ring. It leaves out two things: tensors whose size $N$ does not divide, and separate calls for the two halves, which later lessons use.
 #
-# ## Ranks, groups, and who is who
+# ## Rank, world size, local rank, process group
 #
 # A *rank* is a process: it has its own memory, its own Python, its own copy of the program.
-# Ranks share nothing. What one knows, another learns only through a message.
+# Ranks share no memory: data gets from one rank to another only in a message.
 # The number of ranks is the *world size*, $N$.
 #
 # ![Two nodes with two processes each. Ranks 0 and 1 are on node 0, ranks 2 and 3 on node 1. On each node the local ranks are 0 and 1, and each process has the GPU of its local rank. A process group of ranks 1 and 3 numbers them 0 and 1.](../figures/collectives_groups.svg)
 #
-# In this course `ranks.run(function, N)` starts $N$ processes and gives back what each one returned.
-# A real job is started by a launcher, which tells each process who it is in environment variables.
-# The table shows what `torchrun`, the usual launcher, told four processes. It was started twice on this machine, as if on two nodes, with two processes each.
+# In this course `ranks.run(function, N)` starts $N$ processes and returns their results.
+# A launcher starts a real job, and sets environment variables that tell each process its rank.
+# The table shows the variables that `torchrun`, the usual launcher, set for four processes. `torchrun` was started twice on this machine, as if on two nodes, with two processes each.
 
 # %% tags=["hide-input"]
-# Starts torchrun twice, as on two nodes; table: what processes are told
+# Starts torchrun twice, as on two nodes; table: each process's variables
 names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
 program = f"""
 import os, sys
@@ -227,21 +227,21 @@ show.table([line.split() for line in lines], names)
 
 
 # %% [markdown]
-# `LOCAL_RANK` counts within a node, and it is the one that picks the GPU: `torch.cuda.set_device(LOCAL_RANK)`.
-# Whoever picks by `RANK` gets an error on the second node, where there is no GPU number 2.
+# `LOCAL_RANK` counts within a node, and selects the GPU: `torch.cuda.set_device(LOCAL_RANK)`.
+# With `RANK` instead, the second node raises an error, because it has no GPU number 2.
 # `GROUP_RANK` is torchrun's name for the node's number.
-# Two more variables, `MASTER_ADDR` and `MASTER_PORT`, say where the ranks meet.
+# Two more variables, `MASTER_ADDR` and `MASTER_PORT`, are the address at which the ranks connect to each other.
 #
-# | what | torchrun | SLURM's `srun` | Open MPI's `mpirun` |
+# | value | torchrun | SLURM's `srun` | Open MPI's `mpirun` |
 # |---|---|---|---|
 # | rank | `RANK` | `SLURM_PROCID` | `OMPI_COMM_WORLD_RANK` |
 # | world size | `WORLD_SIZE` | `SLURM_NTASKS` | `OMPI_COMM_WORLD_SIZE` |
 # | local rank | `LOCAL_RANK` | `SLURM_LOCALID` | `OMPI_COMM_WORLD_LOCAL_RANK` |
 #
 # A *process group* is a list of ranks that talk among themselves.
-# The *default group* holds all; `dist.new_group([1, 3])` makes one of two ranks, with numbers of their own.
-# Every rank has to call `new_group`, members or not.
-# The same process has two numbers.
+# The *default group* holds all ranks; `dist.new_group([1, 3])` makes a group of two ranks, which are numbered 0 and 1 in that group.
+# Every rank must call `new_group`, members or not.
+# So a process has a rank in the world and a rank in the group.
 
 # %%
 def number_in_group():
@@ -255,7 +255,7 @@ print("rank in the world, in the group:", *ranks.run(number_in_group, 4))
 # %% [markdown]
 # The −1 says "not a member".
 # All the functions below take the group as an argument, and a root is a rank *of the group*.
-# Later lessons cut the world into rows and columns of such groups.
+# Later lessons arrange the world as a grid whose rows and columns are such groups.
 #
 # ## Seven collectives
 #
@@ -270,16 +270,16 @@ print("rank in the world, in the group:", *ranks.run(number_in_group, 4))
 # ![Before, each of four ranks holds four pieces of its own. After a reduce-scatter, rank r holds the sum of piece r and nothing else. After an all-gather, every rank holds the sums of all pieces. The two together are an all-reduce.](../figures/collectives_halves.svg)
 #
 # **Reduce-scatter** sums, and leaves each rank one piece of the sum.
-# **All-gather** hands every rank everybody's piece.
-# **All-reduce** is one after the other: the sum, on all ranks.
-# Remember this picture: ZeRO does its work between the two arrows.
+# **All-gather** gives every rank the pieces of all ranks.
+# **All-reduce** is a reduce-scatter, then an all-gather: the sum, on all ranks.
+# Remember this picture: ZeRO does its optimizer step between the two arrows.
 #
 # ![All-to-all: before, rank i holds four pieces, one for each rank; after, rank j holds what each of the ranks had for it, as if rows became columns. Barrier: ranks arrive at different times, and all go on when the last one, rank 1, has arrived.](../figures/collectives_exchange.svg)
 #
-# **All-to-all** gives rank $j$ what each rank had for it; lesson [experts](experts.md) sends its tokens this way.
-# **Barrier** moves no data: nobody leaves before everybody came.
+# **All-to-all** gives rank $j$ the piece that each rank had for rank $j$; lesson [experts](experts.md) sends its tokens this way.
+# **Barrier** moves no data: it returns on a rank only when all ranks have called it.
 #
-# Here they are on three ranks, with numbers that you can check in your head.
+# The next cell runs them on three ranks.
 # Rank 0 begins with 1, 2, 3, rank 1 with 10, 20, 30, and rank 2 with 100, 200, 300.
 
 # %%
@@ -310,26 +310,26 @@ def run_tiny():
 found = ranks.run(run_tiny, 3)
 
 # %% tags=["hide-input"]
-# Table: what each collective leaves on three ranks
+# Table: each collective's result on three ranks
 assert found[2]["all_reduce"] == "[111, 222, 333]"
 rows = [[name, *(rank[name] for rank in found)] for name in found[0]]
 rows[1][2:] = ["undefined"] * 2  # only the root's result of a reduce means something
 show.table(rows, ["collective", "rank 0", "rank 1", "rank 2"])
 
 # %% [markdown]
-# The convention is the one of `torch.distributed`: nothing is returned.
-# The result is in the tensor that you gave, or in the output argument, which comes before the input.
+# As in `torch.distributed`, the functions return nothing.
+# They write the result into the tensor passed, or into the output argument, which comes before the input.
 #
-# ## From one message to a tree
+# ## Point-to-point messages, and a broadcast along a tree
 #
-# All we have is one message: `ranks.isend(tensor, peer, group)` on one side, `ranks.irecv(tensor, peer, group)` on the other.
+# All collectives here are built from messages: `ranks.isend(tensor, peer, group)` on one side, `ranks.irecv(tensor, peer, group)` on the other.
 # Both start a transfer and return a handle, whose `wait()` returns when the transfer is done.
-# A send is done when its tensor may be changed again.
-# With gloo as with NCCL, that may be only after the other side has received it.
+# A send is done when you may change its tensor again.
+# With gloo and with NCCL, a send may be done only after the receiver has the tensor.
 # With NCCL, moreover, the *first* message between two ranks connects them, and both processes stop until they are connected.
 #
-# With messages alone, the root of a broadcast could send to everyone in turn, in $N - 1$ messages one after another.
-# But whoever has the tensor can help.
+# The root of a broadcast could send to every other rank in turn: $N - 1$ messages one after another.
+# But a rank that has received the tensor can send it on.
 #
 # ![Broadcast to eight ranks in three rounds. Round 1: rank 0 sends to rank 1. Round 2: ranks 0 and 1 send to ranks 2 and 3. Round 3: ranks 0 to 3 send to ranks 4 to 7.](../figures/collectives_tree.svg)
 #
@@ -340,7 +340,7 @@ show.table(rows, ["collective", "rank 0", "rank 1", "rank 2"])
 show.source(collectives.broadcast)
 
 # %% [markdown]
-# Reduce is the same tree walked backwards, and reduce followed by broadcast is an all-reduce: the *tree*.
+# Reduce uses the same tree in reverse. Reduce followed by broadcast is an all-reduce, called the *tree* below.
 # The barrier uses the same distances, with everyone sending at once.
 #
 # ## The ring, step by step
@@ -361,40 +361,40 @@ show.source(collectives.broadcast)
 #
 # 3. ![Step 2: rank 0 sends piece 2 to rank 1, rank 1 sends piece 3 to rank 2, rank 2 sends piece 0 to rank 3, rank 3 sends piece 1 to rank 0. What arrives is added there, and now holds the numbers of three ranks.](../figures/steps/collectives_3.svg)
 #
-#    What has just arrived goes on: each rank sends the sum of two shares, and the next one adds the third.
+#    Each rank sends on the sum of two shares that it has just made, and the next rank adds the third.
 #
 # 4. ![Step 3: rank 0 sends piece 1 to rank 1, rank 1 sends piece 2 to rank 2, rank 2 sends piece 3 to rank 3, rank 3 sends piece 0 to rank 0. What arrives is added there, and now holds the numbers of all four ranks.](../figures/steps/collectives_4.svg)
 #
-#    The fourth share comes in: rank 0 has the complete sum of piece 0, rank 1 that of piece 1, and so on. This was a reduce-scatter.
+#    The fourth share is added: rank 0 has the complete sum of piece 0, rank 1 that of piece 1, and so on. This was a reduce-scatter.
 #    Each rank has sent three of its four pieces.
 #
 # 5. ![Step 4: rank 0 sends piece 0 to rank 1, rank 1 sends piece 1 to rank 2, rank 2 sends piece 2 to rank 3, rank 3 sends piece 3 to rank 0. What arrives is complete, and replaces what was there: every rank now has two complete pieces.](../figures/steps/collectives_5.svg)
 #
-#    Now the complete pieces go around. Nothing is added any more: what arrives replaces what was there.
+#    Now the complete pieces go around. Nothing is added: an arriving piece replaces the old one.
 #
 # 6. ![Step 5: rank 0 sends piece 3 to rank 1, rank 1 sends piece 0 to rank 2, rank 2 sends piece 1 to rank 3, rank 3 sends piece 2 to rank 0. What arrives is complete, and replaces what was there: every rank now has three.](../figures/steps/collectives_6.svg)
 #
-#    Each rank passes on what has just arrived.
+#    Each rank sends on the piece that has just arrived.
 #
 # 7. ![Step 6: rank 0 sends piece 2 to rank 1, rank 1 sends piece 3 to rank 2, rank 2 sends piece 0 to rank 3, rank 3 sends piece 1 to rank 0. What arrives is complete, and replaces what was there: every rank now has all four.](../figures/steps/collectives_7.svg)
 #
-#    Every rank has all four sums: this was an all-gather, three pieces again.
-#    Together each rank has sent 6 pieces of 4, which is $2(N-1)/N$ of its tensor.
+#    Every rank has all four sums: this was an all-gather, in which each rank again sent three pieces.
+#    In total each rank has sent 6 pieces, each a quarter of its tensor: $2(N-1)/N$ of the tensor.
 # :::
 #
-# The thick outline marks what has just arrived, and the arrows where it came from.
+# A thick outline marks the piece that has just arrived, an arrow its sender.
 # Follow piece 0, the first column.
-# It sets out from rank 1, collects rank 2's share, then rank 3's, and comes home to rank 0 in step 3, complete.
-# In steps 4 to 6 it goes around once more, and every rank keeps a copy.
+# It starts at rank 1, rank 2 and rank 3 add their shares, and it is complete on rank 0 in step 3.
+# In steps 4 to 6 the sum goes around once more, and every rank keeps a copy.
 #
 # (ring-parity)=
-# ### Who sends first in a ring
+# ### Deadlock in a ring: who sends first
 #
-# In a ring everybody sends and everybody receives. If all ranks send first, each waits until its neighbour receives, and nobody receives. With NCCL this always happens, because the first message between two ranks stops both until they meet.
+# In a ring every rank sends and receives. If all ranks send first, each waits until its neighbour receives, and none receives. With NCCL this always happens, because the first message between two ranks stops both until they are connected.
 # Two rules avoid it.
 #
-# - **Parity**: ranks of even number send first and then receive, those of odd number receive first and then send. Then each send finds somebody who receives, whatever $N$ is.
-# - **One batch**: begin a send and a receive with a single call, `dist.batch_isend_irecv`, in which neither waits for the other. That is `ranks.exchange`.
+# - **Parity**: ranks of even number send first and then receive, those of odd number receive first and then send. Then each send meets a receive, whatever $N$ is.
+# - **One batch**: start a send and a receive with a single call, `dist.batch_isend_irecv`, in which neither waits for the other. `ranks.exchange` does this.
 #
 # (When the tensors are on a GPU, gloo sends a copy that it makes in the host's memory, and receives into the host's memory, too.)
 
@@ -402,7 +402,7 @@ show.source(collectives.broadcast)
 show.source(ranks.exchange)
 
 # %% [markdown]
-# All-to-all needs nothing else: in step $k$, send to the rank $k$ ahead and receive from the one $k$ behind.
+# All-to-all needs only `exchange`: in step $k$, send to the rank $k$ ahead and receive from the rank $k$ behind.
 
 # %%
 show.source(collectives.all_to_all)
@@ -410,13 +410,13 @@ show.source(collectives.all_to_all)
 # %% [markdown]
 # ## The core: tree and ring
 #
-# Reduce, the all-reduce that it makes with broadcast, and the barrier are a tree's:
+# Reduce, the tree all-reduce and the barrier:
 
 # %%
 show.source(collectives.reduce, collectives.all_reduce_tree, collectives.barrier)
 
 # %% [markdown]
-# In the ring the two loops of the plain version are two collectives, pieces may have any sizes, and partial sums are kept in two buffers, so that the inputs stay as they were.
+# In the module's ring, the plain version's two loops are two collectives, pieces may have any sizes, and partial sums are in two buffers, so that the inputs do not change.
 
 # %%
 show.source(
@@ -430,19 +430,17 @@ show.source(
 # %% [markdown]
 # ## The same results as torch.distributed
 #
-# Do ours compute what `torch.distributed` computes?
-# We compare on 1 to 4 ranks, with seven random numbers per rank, which two, three and four do not divide.
-# How close is close enough?
+# The table compares our collectives with those of `torch.distributed` on 1 to 4 ranks, with seven random numbers per rank, a size that two, three and four do not divide.
 # Each addition rounds its result, with a relative error of at most $u$: $2^{-24}$ in `float32` and $2^{-8}$ in `bfloat16`.
 # A sum over $N$ ranks has $N - 1$ additions, and two orders of adding can differ by twice that.
 # So the tolerance is $2(N-1)\,u \sum_r |x_r|$.
-# What is only copied has to be equal, bit for bit.
-# The table holds the largest difference over 1 to 4 ranks, and what is allowed for four.
+# Copies must be equal, bit for bit.
+# The table has the largest difference on 1 to 4 ranks, and the tolerance on four.
 
 # %% tags=["hide-input"]
-# Holds every collective against torch's, on 1 to 4 ranks
+# Compares every collective with torch's, on 1 to 4 ranks
 def full_tensors(x, group):
-    """Collectives that work in place: name, our result, torch's."""
+    """Yield (name, our result, torch's result) of the in-place collectives."""
     pairs = {
         "broadcast": (collectives.broadcast, dist.broadcast, (0,)),
         "reduce": (collectives.reduce, dist.reduce, (0,)),
@@ -459,7 +457,7 @@ def full_tensors(x, group):
 
 
 def in_pieces(x, group):
-    """Collectives that take or give pieces: name, our result, torch's."""
+    """Yield (name, our result, torch's result) of the collectives on pieces."""
     size, y = dist.get_world_size(group), x.cpu()
     pieces, host_pieces = (
         collectives.split_evenly(x, size),
@@ -528,15 +526,15 @@ show.table(
 
 
 # %% [markdown]
-# Nothing that is copied differs.
+# Copies do not differ.
 # (The course's tests do the same for empty tensors, and for groups whose ranks are not 0, 1, 2, ….)
-# What is summed differs in the last bits where the order of adding differs: the naive way adds ranks 0, 1, 2, 3; the tree adds (0 + 2) + (1 + 3); the ring begins with another rank for each piece.
+# Sums differ in the last bits because the order of additions differs: the naive way adds ranks 0, 1, 2, 3; the tree adds (0 + 2) + (1 + 3); the ring begins with another rank for each piece.
 #
-# Two facts are worth more than small differences.
+# Two facts matter more.
 # First, after an all-reduce **all ranks hold the same bits**: each piece is summed in one place, then copied.
-# Replicas of a model would otherwise drift apart.
-# Second, every addition in `bfloat16` rounds to eight bits, on every hop.
-# With a thousand ranks that adds up, and therefore large jobs often reduce gradients in `float32`, at twice the bytes.
+# Otherwise the copies of a model would become different.
+# Second, every addition in `bfloat16` rounds to eight bits.
+# With a thousand ranks these errors accumulate, so large jobs often reduce gradients in `float32`, at twice the bytes.
 
 # %%
 def same_bits():
@@ -555,7 +553,7 @@ print("the same on ranks 0 and 3:", *map(torch.equal, found[0], found[3]))
 print("of 1000 sums differ, naive and ring:", (naive != ring).sum().item())
 
 # %% tags=["hide-input"]
-# Holds the bits of all ranks against rank 0's; the three ways differ
+# Compares the bits of all ranks with rank 0's; checks that the three ways differ
 for results in found:
     assert all(map(torch.equal, results, found[0]))
 for a, b in ((naive, tree), (naive, ring), (tree, ring)):
@@ -565,14 +563,14 @@ for a, b in ((naive, tree), (naive, ring), (tree, ring)):
 # ## Cost: bytes
 #
 # How much does each rank send?
-# Write $S$ for the bytes of the tensor and $S_j$ for those of piece $j$.
+# Let $S$ be the bytes of the tensor and $S_j$ the bytes of piece $j$.
 # In the reduce-scatter, rank $r$ sends every piece but its own, $S - S_r$.
-# In the all-gather, it sends every piece but the one that it gets last, $S - S_{r+1}$.
+# In the all-gather, it sends every piece but the one that it receives last, $S - S_{r+1}$.
 # With equal pieces that is $\frac{N-1}{N} S$ each, and $2\,\frac{N-1}{N} S$ for the ring all-reduce.
-# No algorithm can do with less {cite}`patarasuk2009ring`.
+# No algorithm can send less {cite}`patarasuk2009ring`.
 #
-# We count, on four ranks, with a tensor of 1,000,003 floats, which four does not divide.
-# The formulas, in code, are exact to the byte, on each of the four ranks.
+# We count on four ranks, with a tensor of 1,000,003 floats, a number that four does not divide.
+# The formulas are exact to the byte on each rank:
 
 # %%
 show.source(collectives.count_bytes_sent)
@@ -581,7 +579,7 @@ show.source(collectives.count_bytes_sent)
 # %% tags=["hide-input"]
 # Table: bytes sent in each collective, by the formula and counted
 def list_calls(x, group):
-    """Each collective as a call without arguments, on a tensor `x`."""
+    """Return each collective as a function without arguments, on a tensor `x`."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     pieces = collectives.split_evenly(x, size)
     result = [piece.clone() for piece in pieces]
@@ -629,8 +627,8 @@ show.table(rows, ["collective", *head, "difference (B)"])
 
 
 # %% [markdown]
-# The busiest rank is what matters, because the others wait for it.
-# The naive way makes rank 0 send three times the tensor; in the ring nobody sends more than anybody else.
+# The busiest rank decides the time, because the others wait for it.
+# In the naive way rank 0 sends three times the tensor; in the ring all ranks send equally much.
 #
 # On more ranks the ring's bytes approach twice the tensor, and never exceed that.
 #
@@ -642,7 +640,7 @@ show.table(rows, ["collective", *head, "difference (B)"])
 # ```
 
 # %% tags=["hide-input"]
-# Table: what the ring sends on 2 to 1,024 ranks, predicted and counted
+# Table: bytes that each rank of the ring sends on 2 to 1,024 ranks
 def ring_bytes_sent(elements):
     with count.record_traffic() as sent:
         collectives.all_reduce(torch.ones(elements), dist.group.WORLD)
@@ -668,15 +666,15 @@ show.table(rows, ["ranks", "ring sends per rank, formula (S)", "counted (S)"])
 # ````{admonition} Checked: "the cost of an all-reduce grows with the number of ranks"
 # :class: checked
 #
-# In bytes per rank it does not: the ring sends 1 S on two ranks, 1.5 S on four, 1.75 S on eight, and never 2 S (the cell above).
-# What does grow is the number of steps, $2(N-1)$: the latency, not the bytes.
+# The bytes per rank do not: the ring sends 1 S on two ranks, 1.5 S on four, 1.75 S on eight, and never 2 S (the cell above).
+# The number of steps, $2(N-1)$, grows, and with it the latency.
 # ````
 #
-# ### What the network interface counts
+# ### Bytes counted by the network interface
 #
-# Counting our own sends proves little about what really travels.
-# The operating system counts, too: it knows what its loopback interface transmitted.
-# We read its counter before and after, for our collectives and for those of `torch.distributed` on gloo. Bytes are per rank, in units of $S$ = 16 MiB.
+# So far we have counted our own calls, not the bytes on the network.
+# The operating system counts the bytes that its loopback interface transmits.
+# We read this counter before and after our collectives, and those of `torch.distributed` on gloo. Bytes are per rank, in units of $S$ = 16 MiB.
 #
 # ```{predict}
 # :row: reduce_scatter
@@ -703,7 +701,7 @@ def list_torch_calls(x, group):
 
 
 def count_wire_bytes(make, names):
-    """Bytes on the wire per rank: the least of five, as others may use it, too."""
+    """Return the bytes on the wire per rank, the least of five: others may use it, too."""
     functions, found = make(torch.ones(16 * MIB // 4), dist.group.WORLD), {}
     for name in names:
         readings = []
@@ -748,22 +746,21 @@ show.table(rows, ["collective", *head])
 # :class: checked
 #
 # Ours does: 0.75 S against 1.5 S.
-# gloo's does not: its reduce-scatter sends 1.5 S, because inside it is an all-reduce of which each rank keeps a piece (the cell above).
+# gloo's does not: it sends 1.5 S, because it runs an all-reduce, of which each rank keeps a piece (the cell above).
 # NCCL's, which GPUs use, moves half, as ours does {cite}`nvidia2026nccltests`.
-# So whatever lives on reduce-scatter, such as ZeRO, looks worse on gloo than it is: count its bytes, and do not judge it by gloo's seconds.
+# So a technique that uses reduce-scatter, such as ZeRO, looks worse on gloo than it is: do not judge it by gloo's times.
 # ````
 #
 # ## Cost: seconds
 #
 # A message of $S$ bytes takes $\alpha + \beta S$ seconds: a latency, and a time per byte {cite}`hockney1994communication`.
-# From this follows the time of each collective.
-# Count how many latencies come one after another, and how many bytes:
+# The time of each collective follows from two counts: the latencies, and the bytes, that come one after another:
 #
-# | collective | latencies in a row | bytes one after another |
+# | collective | latencies in series | bytes in series |
 # |---|---|---|
 # | broadcast, reduce | $\lceil \log_2 N \rceil$ | $\lceil \log_2 N \rceil\, S$ |
 # | reduce-scatter, all-gather, all-to-all | $N - 1$ | $\frac{N-1}{N} S$ |
-# | all-reduce, naive | $2$, as the others' messages travel together | $2(N-1)\, S$ |
+# | all-reduce, naive | $2$, because the other ranks' messages overlap | $2(N-1)\, S$ |
 # | all-reduce, tree | $2 \lceil \log_2 N \rceil$ | $2 \lceil \log_2 N \rceil\, S$ |
 # | all-reduce, ring | $2(N - 1)$ | $2\,\frac{N-1}{N} S$ |
 # | barrier | $\lceil \log_2 N \rceil$ | $0$ |
@@ -772,10 +769,10 @@ show.table(rows, ["collective", *head])
 show.source(collectives.critical_path, collectives.CostModel, fold=40)
 
 # %% [markdown]
-# The two numbers of a link are fitted to measured times of single messages.
-# We fit two links: the emulated one, whose numbers we know, and this machine's own loopback.
-# Messages of 16 B to 64 MiB go back and forth, several in a row, each in memory that the one before has not brought into the caches.
-# *Typical* is the median over the twelve sizes.
+# $\alpha$ and $\beta$ of a link are fitted to measured times of single messages.
+# We fit two links: the emulated link, whose numbers we know, and this machine's loopback.
+# Messages of 16 B to 64 MiB go back and forth, several in a row, each in memory that is not yet in the caches.
+# The *typical* error is the median over the twelve sizes.
 
 # %% tags=["hide-input", "measured"]
 # Table: latency and bandwidth of two links, fitted to single messages
@@ -783,7 +780,7 @@ SIZES = [16 * 4**k for k in range(12)]  # 16 B to 64 MiB
 
 
 def ping_pong(slow, passes):
-    """Seconds for one message of each size: the fastest of some passes."""
+    """Return the seconds of one message of each size, the fastest of some passes."""
     group = link.create_slow_group(LATENCY, BANDWIDTH) if slow else dist.group.WORLD
     memory = torch.ones(128 * MIB, dtype=torch.uint8)
     seconds = {size: [] for size in SIZES}
@@ -839,10 +836,10 @@ show.check_timing(typical["loopback"] < 0.5, "loopback is predicted within 50 %"
 show.table(rows, ["link", "α (µs)", "1/β (MB/s)", "typical error", "largest error"])
 
 # %% [markdown]
-# The picture shows where two numbers are enough and where they are not.
+# The picture shows where the two numbers $\alpha$ and $\beta$ predict the time, and where they do not.
 
 # %% tags=["hide-input", "measured"]
-# Draws measured times of messages and the fitted lines
+# Plots measured times of messages and the fitted lines
 figure, axes = plt.subplots(figsize=(4.9, 3.4))
 for (name, fit), color in zip(fits.items(), show.RANK_COLORS, strict=False):
     axes.plot(SIZES, measured[name], "o", color=color, ms=5)
@@ -865,21 +862,21 @@ show.figure(
 
 # %% [markdown]
 # On the slow link the line goes through the dots, within a few percent.
-# On loopback the line's error is usually many times as large, and another one in each run.
-# A "message" there is a copy through the kernel's buffers: fast while it fits into the processor's caches, slower above, and slower again when somebody else needs the core.
-# Two parameters cannot follow that.
+# On loopback the line's error is usually many times larger, and differs from run to run.
+# A loopback message is a copy through the kernel's buffers: fast if it fits into the processor's caches, slower above, and slower again when another process needs the core.
+# Two parameters cannot describe this.
 # So trust a fitted loopback model within a factor of two or so, and only for the sizes that it was fitted to.
-# And do not carry it over to four ranks on two cores: they share the cores, of which the model knows nothing.
+# And do not use it for four ranks on two cores: the model ignores that ranks share cores.
 #
-# ### When the ring loses
+# ### Ring or tree: the size at which they cross
 #
-# Where the two times are equal lies the size $S^*$ from which the ring is faster:
+# The ring is faster than the tree above the size $S^*$ at which their times are equal:
 #
 # $$S^* = \frac{2(N-1) - 2\lceil\log_2 N\rceil}{2\lceil\log_2 N\rceil - 2(N-1)/N} \cdot \frac{\alpha}{\beta}$$
 #
 # Below $S^*$ latency dominates, and the ring has more latencies than the tree.
 # For four ranks $S^*$ is 0.8 times $\alpha/\beta$.
-# On our slow link $\alpha/\beta$ is 500 kB: what the link could have sent during one latency.
+# On our slow link $\alpha/\beta$ is 500 kB, the bytes that the link could send during one latency.
 
 # %%
 LENGTHS = [16384 * 4**k for k in range(5)]  # bytes: 16 KiB to 4 MiB
@@ -897,10 +894,10 @@ def time_algorithms():
 
 
 # %% [markdown]
-# Each time in the picture is the fastest of four, from the first rank's beginning to the last one's end.
+# Each time in the picture is the fastest of four, from the first rank's begin to the last rank's end.
 
 # %% tags=["hide-input", "measured"]
-# Measures the three all-reduces, and draws them beside the prediction
+# Measures the three all-reduces, and plots them with the predictions
 # CPU: times of the CPU's work and a wire
 found = ranks.run(time_algorithms, 4, device="cpu")
 timed = {key: best_time([rank[key] for rank in found]) for key in found[0]}
@@ -960,12 +957,12 @@ show.figure(
 # The crossing at 400 kB is a prediction. The measurement shows only that the tree wins at the left end of the picture, and the ring at the right end.
 # ````
 #
-# The naive way looks best at the left end: its messages travel at the same time, so it waits for two latencies only.
-# That holds for a wire whose latency is distance. Within a machine latency is mostly work for rank 0, which pays for each of its $2(N-1)$ messages.
+# The naive way looks best at the left end: its messages overlap, so it waits for two latencies only.
+# That holds on a long wire. Within a machine latency is mostly work for rank 0, which pays for each of its $2(N-1)$ messages.
 #
-# On a real cluster, with 10 µs and 25 GB/s, $\alpha/\beta$ is 250 kB: everything happens some hundred times faster than here, and the crossing lies nearly in the same place.
-# It moves up with the number of ranks, because the ring's latencies grow with $N$ and the tree's with $\log_2 N$.
-# The table is predicted for such a cluster. At 1 MB the winner changes with the number of ranks.
+# On a real cluster, with 10 µs and 25 GB/s, $\alpha/\beta$ is 250 kB: all times are some hundred times shorter, and the crossing is at nearly the same size.
+# The crossing moves up with the number of ranks, because the ring's latencies grow with $N$ and the tree's with $\log_2 N$.
+# The table has predictions for such a cluster. At 1 MB the number of ranks decides which of the two is faster.
 
 # %% tags=["hide-input"]
 # Table: tree and ring on a real cluster, predicted
@@ -989,20 +986,19 @@ show.table(rows, ["ranks", *head, "crossing (MB)"])
 
 
 # %% [markdown]
-# Libraries therefore choose by size: trees for small tensors, rings for large ones.
+# Libraries therefore choose by size: trees for small tensors, rings for large tensors.
 #
-# If you read the output of `nccl-tests`, you meet two bandwidths.
+# The output of `nccl-tests` has two bandwidths.
 # *algbw* is $S$ divided by the seconds.
-# *busbw* multiplies it by $2(N-1)/N$ for an all-reduce, so that it can be compared with the link's nominal bandwidth, whatever $N$ is {cite}`nvidia2026nccltests`.
+# *busbw* multiplies it by $2(N-1)/N$ for an all-reduce, so that busbw can be compared with the link's nominal bandwidth, whatever $N$ is {cite}`nvidia2026nccltests`.
 #
-# ## The time of gloo beside ours
+# ## Our times compared with gloo's
 #
-# In your own code you call `torch.distributed`, not this module.
-# How much faster is it?
-# Both ways run alternately, four ranks on this machine, 16 MiB.
+# Your own code calls `torch.distributed`, not this module.
+# The table compares their times for 16 MiB on four ranks on this machine, run in turn.
 
 # %% tags=["hide-input", "measured"]
-# Measures ours beside gloo's
+# Measures our collectives and gloo's
 def side_by_side():
     x = torch.zeros(16 * MIB // 4)
     ours, theirs = (
@@ -1034,10 +1030,10 @@ show.table(rows, ["collective", "ours (ms)", "torch with gloo (ms)", "ours / tor
 
 
 # %% [markdown]
-# These times are of copies within one machine, with more ranks than it may have cores, and say nothing about a network.
-# They say that a Python loop over messages is not far from a library in C++ once messages are large, and that gloo's reduce-scatter pays for its second half.
+# These are times of copies within one machine, possibly with more ranks than cores, and say nothing about a network.
+# They show that for large messages a Python loop is nearly as fast as a C++ library, and that gloo's reduce-scatter pays for the unneeded all-gather.
 #
-# In torch the same calls read:
+# The same calls in PyTorch:
 #
 # | this lesson | torch.distributed |
 # |---|---|
@@ -1050,8 +1046,8 @@ show.table(rows, ["collective", "ours (ms)", "torch with gloo (ms)", "ours / tor
 #
 # Each also takes `async_op=True` and then returns a handle: lesson [data_parallel](data_parallel.md) computes while it waits.
 #
-# Torch's reductions can do more than add: `op` may be `AVG`, the sum divided by the number of ranks, as for gradients, or `MIN` and `MAX`, number by number.
-# A `MIN` over "batches that I have left" tells all ranks when the first of them runs out.
+# PyTorch's reductions take an operation: `AVG`, the sum divided by the number of ranks, as for gradients, or `MIN` and `MAX`, element by element.
+# A `MIN` of the ranks' numbers of remaining batches tells all ranks when the first rank runs out of data.
 
 # %%
 def run_reductions():
@@ -1068,7 +1064,7 @@ for op, result in found[0].items():
     print(op, result)
 
 # %% tags=["hide-input"]
-# Holds the reductions of every rank against one process's
+# Compares the reductions of every rank with one process's
 given = torch.tensor([[1.0, 5.0, -1.0]]) * torch.tensor([[1], [2], [4], [8]])
 wanted = {"SUM": given.sum(0), "AVG": given.mean(0), "MIN": given.amin(0), "MAX": given.amax(0)}
 assert all(rank == {op: x.tolist() for op, x in wanted.items()} for rank in found)
@@ -1078,14 +1074,14 @@ assert all(rank == {op: x.tolist() for op, x in wanted.items()} for rank in foun
 # ## What goes wrong
 #
 # Every rank has to make the same calls, in the same order, with the same sizes.
-# Nothing checks that. Here is what each mistake looks like.
+# Nothing checks this. Here are four mistakes and their symptoms.
 #
 # ![Four mistakes. Another order: rank 1 begins with a broadcast, the others with an all-reduce. One rank missing: rank 2 does not call, and the others wait. Another shape: rank 2 sums three numbers, the others four. Another tensor: rank 0 sums a, then b, rank 1 b, then a; nobody waits, and both sums are a + b.](../figures/collectives_mistakes.svg)
 
 # %% tags=["hide-input"]
-# Runs a function that has to fail, and prints what is said about it
+# Runs a function that must fail, and prints the error message
 def catch_failure(function):
-    """Run on four ranks and print what `ranks.run` says about the failure."""
+    """Run on four ranks and print the error message of `ranks.run`."""
     try:
         # CPU: gloo, whose ranks can be asked
         ranks.run(function, 4, timeout=4, device="cpu", show=False, own_processes=True)
@@ -1097,7 +1093,7 @@ def catch_failure(function):
 
 
 # %% [markdown]
-# **Another order.** Rank 1 calls broadcast first; the others begin with all-reduce.
+# **Different order.** Rank 1 calls broadcast first; the others begin with all-reduce.
 
 # %%
 def other_order():
@@ -1113,12 +1109,12 @@ def other_order():
 blamed = catch_failure(other_order)
 
 # %% tags=["hide-input"]
-# Holds the blame against the rank that is at fault
+# Checks that the message names the rank at fault
 assert blamed == [1]
 
 
 # %% [markdown]
-# **One rank missing.** A condition that only some ranks fulfil, and a collective inside it.
+# **One rank missing.** A collective is called under a condition that is true on only some ranks.
 # The usual form is `if rank == 0: save()`, where `save` contains a collective.
 
 # %%
@@ -1131,12 +1127,12 @@ def one_missing():
 blamed = catch_failure(one_missing)
 
 # %% tags=["hide-input"]
-# Holds the blame against the rank that is at fault
+# Checks that the message names the rank at fault
 assert blamed == [2]
 
 
 # %% [markdown]
-# **Other shapes.** Rank 2 has three numbers where the others have four: a last batch that is short, a vocabulary that was padded on one rank.
+# **Different shapes.** Rank 2 has three numbers, and the others have four, for example because its last batch is short, or because a vocabulary was padded on one rank.
 
 # %%
 def other_shapes():
@@ -1147,12 +1143,12 @@ def other_shapes():
 blamed = catch_failure(other_shapes)
 
 # %% tags=["hide-input"]
-# Holds the blame against the rank that is at fault
+# Checks that the message names the rank at fault
 assert blamed == [2]
 
 
 # %% [markdown]
-# **No error at all.** The worst one: two all-reduces in another order, of the same size.
+# **No error at all.** The worst mistake: two ranks call two all-reduces of the same size in different orders.
 # Rank 0 sums `a` then `b`, rank 1 sums `b` then `a`.
 # Nothing hangs, and both sums are wrong.
 
@@ -1169,14 +1165,14 @@ found = ranks.run(swap_calls, 2, device="cpu")  # CPU: a mix-up that gloo lets p
 print("sums of a and b on rank 0:", *found[0], "(right: 2 and 200)")
 
 # %% tags=["hide-input"]
-# Holds both ranks' sums against a + b
+# Checks that both ranks' sums are a + b
 assert found == [(101.0, 101.0)] * 2
 
 
 # %% [markdown]
-# Without `ranks.run` you see none of these explanations.
-# The job makes no progress, every GPU may show 100 % (NCCL waits actively), and after the timeout, 10 minutes with NCCL and 30 with gloo unless you set another, the *innocent* ranks complain.
-# This is what rank 0 reports when rank 1 comes too late, with a timeout of one second:
+# Without `ranks.run` you see none of these messages.
+# The job makes no progress, every GPU may show 100 % (NCCL waits actively), and after the timeout, 10 minutes with NCCL and 30 with gloo unless you set another, the *other* ranks raise an error.
+# With a timeout of one second, rank 0 reports this error when rank 1 is late:
 
 # %%
 def run_late_rank():
@@ -1195,32 +1191,32 @@ message = ranks.run(run_late_rank, 2, device="cpu", show=False)[0]
 print(message)
 
 # %% tags=["hide-input"]
-# Holds what gloo says against what this lesson says that it says
+# Checks gloo's error message
 assert "Timed out" in message
 
 # %% [markdown]
-# It names neither the culprit nor the place.
-# To find them in a real job:
+# The message names neither the rank at fault nor the line.
+# To find both in a real job:
 #
-# - set a short `timeout=` in `init_process_group`, so that you do not pay for half an hour of silence;
-# - look at each rank's stack (`py-spy dump --pid …`): the rank whose stack differs is the one;
-# - `TORCH_DISTRIBUTED_DEBUG=DETAIL` makes torch compare names and shapes before each collective, and say who differs;
+# - set a short `timeout=` in `init_process_group`, so that a hanging job stops soon;
+# - look at each rank's stack (`py-spy dump --pid …`): the rank whose stack differs is at fault;
+# - `TORCH_DISTRIBUTED_DEBUG=DETAIL` makes PyTorch compare names and shapes before each collective, and name the rank that differs;
 # - `dist.monitored_barrier()` (gloo only) names the rank that is missing.
 #
-# ## Advantages and disadvantages
+# ## Naive, tree and ring compared
 #
-# | all-reduce | good | bad |
+# | all-reduce | advantages | disadvantages |
 # |---|---|---|
 # | naive | adds in rank order, as one process would | rank 0 sends $(N-1) S$: three times the tensor on 4 ranks, 1,023 times on 1,024 |
 # | tree | $2\lceil\log_2 N\rceil$ latencies: 20 on 1,024 ranks | the busiest rank sends $\lceil\log_2 N\rceil\, S$ in the broadcast alone: 2 S on 4 ranks; half the ranks are idle |
-# | ring | less than 2 S per rank for any $N$, all links busy; halves useful on their own | $2(N-1)$ latencies: 2,046 on 1,024 ranks, 20 ms at 10 µs each |
+# | ring | less than 2 S per rank for any $N$, all links busy; its halves, reduce-scatter and all-gather, are useful on their own | $2(N-1)$ latencies: 2,046 on 1,024 ranks, 20 ms at 10 µs each |
 #
 # ```{admonition} On more GPUs
 # :class: note
 #
-# Bytes, messages and results on this page are those of any machine; the seconds are those of a loopback and of an emulated link, because all ranks share one machine.
-# A second GPU would add a real link: fit $\alpha$ and $\beta$ to it, and the crossing of ring and tree moves to where your job has it.
-# It would also bring nccl, whose own choice of algorithm you could then see change with the size.
+# Bytes, messages and results on this page hold for any machine; the seconds are those of a loopback and of an emulated link, because all ranks share one machine.
+# A second GPU would add a real link: fit $\alpha$ and $\beta$ to it to find your job's crossing of ring and tree.
+# It would also add nccl: you could watch its choice of algorithm change with the size.
 # ```
 #
 # ## Exercises
@@ -1245,7 +1241,7 @@ check(..., "ring_bytes")
 # ```
 #
 # The pieces have 3, 3, 2 and 2 elements, so 12, 12, 8 and 8 bytes.
-# Rank 0 sends all but its own in the first half, and all but rank 1's in the second.
+# Rank 0 sends all pieces but its own in the reduce-scatter, and all but rank 1's in the all-gather.
 
 # %%
 check((40 - 12) + (40 - 12), "ring_bytes")
@@ -1260,7 +1256,7 @@ check((40 - 12) + (40 - 12), "ring_bytes")
 # ```
 #
 # Write an all-reduce that leaves the element-wise *maximum* on all ranks, in place.
-# Loss scaling in mixed precision needs one: has any rank seen an infinity?
+# Loss scaling in mixed precision needs such an all-reduce, to find out if any rank has an infinite gradient.
 # You may use `ranks.isend`, `ranks.irecv` and `ranks.exchange`, and everything in this lesson's module.
 
 # %%
@@ -1280,8 +1276,8 @@ check(all_reduce_max)
 # :class: dropdown
 # ```
 #
-# The shortest way gathers all tensors and takes the maximum on each rank: $(N - 1) S$ sent per rank, fine for a few numbers.
-# For large tensors, change one line of the ring: `torch.maximum` in the place of `add_`.
+# The shortest way gathers all tensors and takes the maximum on each rank: each rank sends $(N - 1) S$, which is fine for a few numbers.
+# For large tensors, change one line of the ring: replace `add_` by `torch.maximum`.
 
 # %%
 def all_reduce_max(tensor, group):
@@ -1301,8 +1297,8 @@ check(all_reduce_max)
 # :label: ex-collectives-shift
 # ```
 #
-# Every rank wants to hand its tensor to the next one, and to return what the one before handed over.
-# This function looks right, and hangs. Repair it so that it works with NCCL as well, on any number of ranks: [by parity, or in one batch](#ring-parity).
+# Every rank should send its tensor to the next rank, and return the tensor of the rank before.
+# This function looks right, but hangs. Repair the function so that it works on any number of ranks, with NCCL too: [by parity, or in one batch](#ring-parity).
 
 # %%
 def shift(tensor, group):
@@ -1325,8 +1321,8 @@ check(shift)
 # :class: dropdown
 # ```
 #
-# Each rank waits for its send to end, and a send ends when somebody receives it; but all of them are sending.
-# To begin a send, then a receive, and to wait for both afterwards is enough with gloo and not with NCCL: there each rank already stops where it begins to send, for a neighbour that has stopped for the next.
+# Each rank waits for its send to end, and a send ends when the neighbour receives; but all ranks are sending.
+# With gloo it is enough to start a send, then a receive, and to wait for both afterwards. With NCCL it is not: each rank already stops when it starts to send, until its neighbour connects, and the neighbour has stopped for the same reason.
 # By parity every send meets a receive.
 
 # %%
@@ -1347,7 +1343,7 @@ check(shift)
 
 
 # %% [markdown]
-# `ranks.exchange(tensor, after, received, before, group).wait()` in the place of the `if` does the same in one batch, and nobody waits for a neighbour's second message.
+# `ranks.exchange(tensor, after, received, before, group).wait()` in place of the `if` does the same in one batch, and no rank waits for a neighbour's second message.
 #
 # ```{solution-end}
 # ```
@@ -1357,7 +1353,7 @@ check(shift)
 # ```
 #
 # In the tree, the root of a broadcast to four ranks sends 2 S, and to 1,024 ranks 10 S.
-# Write one in which no rank ever sends more than $2\,\frac{N-1}{N} S$, in pieces of an $N$-th.
+# Write a broadcast in which no rank ever sends more than $2\,\frac{N-1}{N} S$, in pieces of $S/N$.
 # It works in place, for any root. Hint: which collective turns "one piece on each rank" into "everything on every rank"?
 
 # %%
@@ -1377,8 +1373,8 @@ check(broadcast_large)
 # :class: dropdown
 # ```
 #
-# Scatter, then all-gather: what {cite}`thakur2005mpich` call van de Geijn's algorithm.
-# The root sends each rank its piece, and the ring does the rest: on the link that takes the time of about $2S$, where the tree takes that of $\lceil\log_2 N\rceil\, S$.
+# Scatter, then all-gather: {cite}`thakur2005mpich` call this van de Geijn's algorithm.
+# The root sends each rank its piece, and the ring gathers all pieces on all ranks. The link then carries about $2S$ in series; with the tree it carries $\lceil\log_2 N\rceil\, S$.
 
 # %%
 def broadcast_large(tensor, root, group):
@@ -1405,8 +1401,8 @@ check(broadcast_large)
 # ```
 #
 # Gradients are joined into buckets, and a ring all-reduces each of them on `size` ranks. A message takes `latency` seconds and its bytes over `bandwidth`, in bytes per second.
-# Return the smallest bucket, in bytes, whose all-reduce spends at most `fraction` of its time on latency (0.1: a tenth). Take the pieces as equal.
-# What does that say about buckets on a thousand ranks?
+# Return the smallest bucket, in bytes, whose all-reduce spends at most `fraction` of its time on latency (0.1: a tenth). Assume equal pieces.
+# What does the formula say about buckets on a thousand ranks?
 
 # %%
 def my_bucket_bytes(size, latency, bandwidth, fraction):
@@ -1425,7 +1421,7 @@ check(my_bucket_bytes)
 # :class: dropdown
 # ```
 #
-# $2(N-1)$ messages, each of an $N$-th of the bucket $n$: latency is $\alpha / (\alpha + \beta n / N)$ of the time, whatever the number of messages.
+# There are $2(N-1)$ messages, each an $N$-th of the bucket's $n$ bytes. Latency is $\alpha / (\alpha + \beta n / N)$ of the time, whatever the number of messages.
 # So $n = N \frac{\alpha}{\beta} \frac{1 - \text{fraction}}{\text{fraction}}$: on a thousand ranks buckets have to be a hundred times as large as on ten, or the ring is the wrong algorithm.
 
 # %%
@@ -1444,15 +1440,15 @@ check(my_bucket_bytes)
 # - Ranks share nothing; a process group is a list of ranks, and a collective is a call that all of them make.
 # - All-reduce is reduce-scatter, then all-gather.
 # - The ring sends $2(N-1)/N$ of the tensor per rank, the least possible, in $2(N-1)$ steps.
-# - The tree takes $2\lceil\log_2 N\rceil$ rounds of the whole tensor: better below the crossing, worse above.
-# - $\alpha + \beta S$ predicts a wire within a few percent, and a machine's loopback only roughly.
+# - The tree takes $2\lceil\log_2 N\rceil$ rounds of the whole tensor: faster than the ring below the crossing, slower above.
+# - $\alpha + \beta S$ predicts times on a wire within a few percent, and on a machine's loopback only roughly.
 # - The order of additions changes the last bits of a sum; all ranks still hold the same bits.
 # - All ranks make the same calls, in the same order, with the same sizes: otherwise the job hangs or, worse, goes on with wrong numbers. In a ring, send and receive by parity or in one batch.
 #
 # ## Further reading
 #
 # - {cite}`thakur2005mpich` compares the algorithms of each collective, with the cost model of this lesson; section 4 is the source of most of our code.
-# - {cite}`patarasuk2009ring` proves that nobody can send less than the ring.
+# - {cite}`patarasuk2009ring` proves that no algorithm can send less than the ring.
 # - {cite}`sergeev2018horovod` brought the ring to deep learning.
-# - {cite}`hockney1994communication` is where the two numbers come from.
+# - {cite}`hockney1994communication` is the source of the cost model with latency and bandwidth.
 # - {cite}`nvidia2026nccltests` explains bus bandwidth, collective by collective.

@@ -179,7 +179,7 @@ print(
 
 # %% [markdown]
 # Even ranks send first, and odd ones receive first: if all sent first, none would receive, and the ring would hang ([below](#all-send-first) it does).
-# [Collectives](collectives.md#who-sends-first-in-a-ring) has the reason, and the other remedy, which the module takes: one batch of both messages, `ranks.exchange`.
+# [Collectives](collectives.md#deadlock-in-a-ring-who-sends-first) has the reason, and the other remedy, which the module takes: one batch of both messages, `ranks.exchange`.
 #
 # ### What the plain version leaves out
 #

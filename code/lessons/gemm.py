@@ -1178,7 +1178,7 @@ check(my_two_products)
 #
 # `a_mK` has this rank's rows of $A$, `b_kN` this rank's rows of $B$; $t$ divides $K$. Return this rank's rows of $C$.
 # No rank may hold all of $B$: let the pieces go around a ring.
-# `ranks.exchange(outgoing, to, incoming, source, group)` begins to send and to receive in one batch, and returns at once; `.wait()` waits. (A ring in which all send first and then receive hangs with NCCL: [Collectives](collectives.md#who-sends-first-in-a-ring) says why.)
+# `ranks.exchange(outgoing, to, incoming, source, group)` begins to send and to receive in one batch, and returns at once; `.wait()` waits. (A ring in which all send first and then receive hangs with NCCL: [Collectives](collectives.md#deadlock-in-a-ring-who-sends-first) says why.)
 
 # %%
 def my_ring_product(a_mK, b_kN, group):

@@ -264,7 +264,7 @@ show.source(memory.core.Recipe, memory.estimate_states, memory.core.compute_stat
 
 
 # %% [markdown]
-# The next cell runs a step with each recipe, float32 and bfloat16, and counts the bytes of every state tensor afterwards.
+# The next cell defines a step with each recipe, float32 and bfloat16, and counts the bytes of every state tensor afterwards.
 
 # %%
 def float32():
@@ -1035,7 +1035,7 @@ status = run_command("memory --model llama-3-8b --dp 64 --zero 3 --recompute ful
 
 # %% [markdown]
 # The command has options for real jobs: pipeline stages with unequal numbers of layers (`--stages 9,9,8,6`, or a rule: `megatron`, `nanotron`), the stage to predict (`--stage 0`), other schedules, sequences that are cut over ranks (`--cp`), experts that tensor parallelism leaves whole (`--etp 1`), and hybrid sharding (`--replicas`).
-# `--optimizer muon` counts one momentum for each matrix of a layer, AdamW's two moments for all other parameters, and one whole copy of the largest matrix, which Muon's step needs.
+# `--optimizer muon` counts one momentum for each matrix of a layer, AdamW's two moments for all other parameters, and the temporary tensors that Muon's step needs for its largest matrix.
 # [The planner's prediction](strategy.md) includes the bytes that an allocator reserves beyond the tensors.
 #
 # On the course's site this form runs the command in your browser, without installation.

@@ -59,7 +59,7 @@ _NO_COLLECTIVES = limit_calls(
     ((2, 3), (3, 7), (4, 5)),
     rank_fn=_run_in_place,
     rules=[_NO_COLLECTIVES],
-    success="The same maximum on all of 2, 3 and 4 ranks.",
+    success="Right: all ranks have the same maximum, with 2, 3 and 4 ranks.",
 )
 def _(size: int, elements: int) -> Trial:
     values = _make_values(size, elements)

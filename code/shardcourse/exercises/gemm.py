@@ -74,7 +74,7 @@ def _(size: int) -> Trial:
 @add_trials(
     "my_inner",
     (2, 4, 3),
-    success="Equal to A @ B + bias on 2, 3 and 4 ranks, and the bias is in it once.",
+    success="Right: A @ B + bias on 2, 3 and 4 ranks, with the bias added once.",
 )
 def _(size: int) -> Trial:
     M, K, N = _SIZES

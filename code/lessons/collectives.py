@@ -341,7 +341,7 @@ show.source(collectives.broadcast)
 
 # %% [markdown]
 # Reduce uses the same tree in reverse. Reduce followed by broadcast is an all-reduce, called the *tree* below.
-# The barrier uses the same distances, with everyone sending at once.
+# The barrier sends over the same distances, all ranks at once.
 #
 # ## The ring, step by step
 #

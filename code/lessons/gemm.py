@@ -18,18 +18,18 @@
 #
 # After this lesson you can
 #
-# - divide a matrix product among ranks in three ways, and say for each what is sent, and when;
+# - divide a matrix product among ranks in three ways, and say which tensors each sends, and when;
 # - predict the bytes that a rank holds and sends, to the byte;
 # - divide all three matrices at once, on a grid of ranks, and say when that is worth it;
 # - predict, from three measured numbers, the size above which splitting a product pays;
 # - read from a roofline whether an operation is limited by memory or by arithmetic, and why thin shards compute more slowly.
 #
-# [Tensor parallelism](tensor_parallel.md) is this lesson applied to a whole transformer.
+# [Tensor parallelism](tensor_parallel.md) applies this lesson to a transformer.
 #
-# Before you start, a puzzle. Each GPU computes 400 TFLOP/s and sends 200 GB/s to the others, without delay.
+# A puzzle: each GPU computes 400 TFLOP/s and sends 200 GB/s to the others, without latency.
 # Together they multiply two matrices of 16-bit numbers with 2,000 rows and columns, and every GPU needs the result.
-# Two GPUs take as long as one. So do 64.
-# You will be able to say where the 2,000 comes from, and why the number of GPUs is not in it.
+# Two GPUs take as long as one, and so do 64.
+# This lesson derives the 2,000, and explains why it does not depend on the number of GPUs.
 
 # %% tags=["hide-input"]
 # Imports, and two random matrices that are the same on every rank
@@ -54,7 +54,7 @@ show.set_style()
 
 
 def make_matrices(M, K, N, dtype=torch.float32):
-    """The same two matrices on every rank that asks: a_MK, b_KN."""
+    """Return two random matrices, a_MK and b_KN, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     a_MK, b_KN = (torch.randn(*s, generator=generator) for s in ((M, K), (K, N)))
     return a_MK.to(ranks.device(), dtype), b_KN.to(ranks.device(), dtype)
@@ -64,12 +64,12 @@ def make_matrices(M, K, N, dtype=torch.float32):
 # ## A product that does not fit
 #
 # The last product of a language model is its largest: tokens times vocabulary.
-# Here are 2,048 tokens, a hidden size of 512, and a vocabulary of 8,192.
-# In float32 the three matrices take 88 MB, and we allow a rank to hold 40 MB.
+# Here it has 2,048 tokens, a hidden size of 512, and a vocabulary of 8,192.
+# In float32 the three matrices take 88 MB, and we limit a rank's memory to 40 MB.
 #
-# In this lesson sizes have the names that linear algebra gives them: $C_{MN} = A_{MK}\,B_{KN}$.
+# In this lesson sizes have the names of linear algebra: $C_{MN} = A_{MK}\,B_{KN}$.
 # A lower-case letter is a rank's share of that dimension: `a_mK` has $m$ of the $M$ rows of $A$.
-# The ranks are counted by $t$.
+# The number of ranks is $t$.
 
 # %%
 M, K, N = 2048, 512, 8192
@@ -82,10 +82,10 @@ except gemm.MemoryBudgetError as error:
     print(f"{type(error).__name__}: {error}")
 
 # %% [markdown]
-# A GPU has such a budget, its memory, and says so in its own words:
+# A GPU has such a budget, its memory, and an error message of its own:
 
 # %% tags=["hide-input"]
-# Asks a GPU, where there is one, for a product that it cannot hold
+# Tries a product that is too large for a GPU, if there is one
 assert needed > BUDGET
 
 
@@ -106,9 +106,9 @@ else:
 
 
 # %% [markdown]
-# ## Three cuts in a picture
+# ## Three ways to cut: by rows, columns or the inner dimension
 #
-# There are three dimensions, $M$, $N$ and $K$, and you can cut along any of them.
+# A product has three dimensions, $M$, $N$ and $K$, and can be cut along any of them.
 #
 # ![Three ways to share C = A @ B among four ranks. By rows: each rank has a quarter of A's rows and all of B, and makes a quarter of C's rows. By columns: each has all of A and a quarter of B's columns, and makes a quarter of C's columns. By the inner dimension: each has a quarter of A's columns and of B's rows, and makes a whole matrix; the four have to be summed.](../figures/gemm_ways.svg)
 #
@@ -116,22 +116,22 @@ else:
 #
 # $$A\,[\,B_1 \mid B_2\,] = [\,A B_1 \mid A B_2\,]$$
 #
-# The inner dimension is the one that is summed over, so cutting it cuts the sum:
+# The product sums over the inner dimension $K$, so cutting $K$ cuts the sum:
 #
 # $$[\,A_1 \mid A_2\,] \begin{bmatrix} B_1 \\ B_2 \end{bmatrix} = A_1 B_1 + A_2 B_2$$
 #
 # Each summand is as large as all of $C$.
-# So two of the ways need a whole factor on every rank and leave $C$ cut; the third needs no whole factor, and an addition over all ranks.
+# So cuts by rows and by columns need one whole factor on every rank and leave $C$ cut; a cut by the inner dimension needs no whole factor, but a sum over all ranks.
 #
-# ## The three cuts, in five lines each
+# ## The three ways, in five lines of code each
 #
-# What has to travel depends on where the matrices are, and on who needs the result.
-# Suppose that rank 0 has read $B$, and that in the end everybody wants $C$.
+# The bytes that must be sent depend on which ranks hold the matrices, and on which ranks need the result.
+# Suppose that rank 0 has read $B$, and that all ranks need $C$ in the end.
 #
 # ![A product by rows on four ranks, step by step. At first rank 0 alone holds A and B. Then B is broadcast to all, and each rank gets its quarter of the rows of A. Each multiplies, and holds a quarter of the rows of C. After an all-gather every rank holds all of C.](../figures/gemm_story.svg)
 #
-# Here are the same steps on two ranks, printed by each of them.
-# Each multiplies its own two rows of $A$; the all-gather puts the results below one another, everywhere.
+# The next cell runs these steps on two ranks, and each rank prints its matrices.
+# Each rank multiplies its own two rows of $A$; the all-gather stacks the results on every rank.
 
 # %%
 def plain_rows(a_mK, b_KN):
@@ -158,8 +158,8 @@ found = ranks.run(print_product, 2, device="cpu")
 
 
 # %% [markdown]
-# By columns only the last line differs: what arrives is put side by side.
-# By the inner dimension no rank has an entry of $C$ that is right before the sum, and the sum is an all-reduce.
+# By columns only the last line differs: it joins the gathered shards side by side.
+# By the inner dimension every rank has only a summand of each entry of $C$ until an all-reduce adds them up.
 
 # %%
 def plain_columns(a_MK, b_Kn):
@@ -192,7 +192,7 @@ off = ranks.run(check_plain_schemes, 4)
 print("largest difference from one process:", max(map(max, off)))
 
 # %% tags=["hide-input"]
-# Holds the plain versions against one process
+# Compares the plain versions with one process
 assert all(c_MN.tolist() == [[21, 2], [43, 4], [65, 6], [87, 8]] for c_MN in found)
 assert max(map(max, off)) == 0
 
@@ -200,12 +200,12 @@ assert max(map(max, off)) == 0
 # ![After a product by the inner dimension each of four ranks holds a matrix of the size of C, with its own products in it. A reduce-scatter leaves each rank a quarter of C, summed over all ranks. An all-gather then gives every rank all of C. The two are an all-reduce.](../figures/gemm_inner.svg)
 #
 # The plain versions leave out two things.
-# Sizes have to divide by the number of ranks, because the collective wants equal pieces.
-# And every rank gets all of $C$, though it may stay cut: by rows and columns nothing has to be sent then, and by the inner dimension a reduce-scatter is enough, which moves half as much ([measured below](#gemm-bytes)).
+# First, sizes that the number of ranks does not divide: the collectives need equal pieces.
+# Second, leaving $C$ cut. By rows and columns no bytes are sent then, and by the inner dimension a reduce-scatter is enough, which sends half as many bytes ([measured below](#gemm-bytes)).
 #
-# ## The core: any sizes, and C may stay cut
+# ## The core: sizes that do not divide, and a result that stays cut
 #
-# `shard_slice` says who has which rows. Nothing has to divide: of 10 rows four ranks have 3, 3, 2 and 2.
+# `shard_slice` returns the rows of a rank. The number of ranks need not divide the rows: of 10 rows four ranks have 3, 3, 2 and 2.
 
 # %%
 show.source(
@@ -213,24 +213,24 @@ show.source(
 )
 
 # %% [markdown]
-# To gather, the shorter shares are padded, and the padding is dropped where it arrives.
+# Before a gather the shorter shards are padded, and every rank drops the padding afterwards.
 # The last lines of the two functions differ.
-# Rows that arrive one after another lie in memory as those of the whole matrix do.
-# Columns do not: what arrives are $t$ narrow matrices, which have to be copied side by side. [Below](#gemm-wrong) is what happens if they are not.
+# Gathered rows already lie in memory in the order of the whole matrix.
+# Gathered columns are $t$ narrow matrices, which must be copied side by side. The [first mistakes below](#gemm-wrong) forget this copy.
 
 # %%
 show.source(gemm.core._pad_shard, gemm.gather_rows, gemm.gather_columns)
 
 # %% [markdown]
-# By the inner dimension, `full=False` leaves each rank its own rows of the sum.
+# In `multiply_by_inner`, `full=False` leaves each rank only its own rows of the sum.
 
 # %%
 show.source(gemm.multiply_inner, gemm.core.reduce_scatter)
 
 # %% [markdown]
-# ### What each rank holds
+# ### Memory of each rank
 #
-# The cell counts what a rank holds at its peak on four ranks.
+# The cell counts the bytes that each of four ranks holds at its peak.
 
 # %%
 PEAK_CASES = {
@@ -274,24 +274,24 @@ show.table(rows, [*head, "difference (B)", "fits in 40 MB"])
 # :class: checked
 #
 # Of 88.1 MB a quarter would be 22 MB. By columns it is 25.2 MB, by rows 34.6 MB, and by the inner dimension 72.4 MB (the table above).
-# Whatever is not cut stays whole on every rank: one factor, or the sum.
-# So cut along a dimension of the *largest* matrix; here that is $C$, and of its two dimensions the one that leaves the smaller factor whole.
+# One matrix is not cut and stays whole on every rank: one factor, or the sum.
+# So cut a dimension of the *largest* matrix, here $C$; of its two dimensions, cut the one that leaves the smaller factor whole.
 # `````
 #
-# ## Both directions at once: SUMMA
+# ## SUMMA: all three matrices cut, on a grid of ranks
 #
-# With many ranks the whole factor is what fills the memory.
-# On a grid of ranks nobody needs one: every matrix is cut in both directions, and each rank has a block of each.
-# To multiply, the blocks travel {cite}`vandegeijn1997summa`.
+# With many ranks the whole factor takes most of the memory.
+# On a grid of ranks no rank needs a whole factor: every matrix is cut by rows and columns, and each rank has one block of each.
+# To multiply, ranks broadcast their blocks in their row or column of the grid {cite}`vandegeijn1997summa`.
 #
 # ![SUMMA on a grid of two by two ranks; each rank holds one block of A, of B and of C. Step 1: ranks 0 and 2 hand their block of A along their row of the grid, ranks 0 and 1 their block of B down their column; every rank adds the product of the two blocks it then has to its block of C. Step 2: the same with the blocks of A of ranks 1 and 3, and the blocks of B of ranks 2 and 3.](../figures/gemm_summa.svg)
 #
-# Each step is a product by the inner dimension, but the summands are added up in one place, one after another.
-# This is the picture as a loop, for a square grid and blocks of one size.
+# Each step is a product by the inner dimension, but one rank computes all summands of its block and adds them up.
+# The next cell has the picture as a loop, for a square grid and blocks of one size.
 
 # %%
 def plain_summa(a_mk, b_kn, grid):
-    """This rank's block of C, from its blocks of A and B."""
+    """Return this rank's block of C, given its blocks of A and B."""
     c_mn = torch.zeros(len(a_mk), b_kn.shape[1], device=a_mk.device)
     for step in range(grid.rows):
         a, b = a_mk.clone(), b_kn.clone()
@@ -312,23 +312,23 @@ off = ranks.run(check_plain_summa, 4)
 print("largest difference from one process:", max(off))
 
 # %% tags=["hide-input"]
-# Holds the plain SUMMA against one process
+# Compares the plain SUMMA with one process
 assert max(off) == 0
 
 # %% [markdown]
-# It sends $A$'s block, then $B$'s, and waits for both before it multiplies; and it holds a copy of two whole blocks while it does.
-# The core cuts blocks into *panels*, some columns of $A$ and the same rows of $B$, and `fetch(number + 1)` sends the next panel while this one is multiplied.
-# Panels end where a block ends, in $A$ or in $B$, so the grid need not be square, and nothing has to divide.
+# This loop sends $A$'s block, then $B$'s, waits for both before it multiplies, and holds copies of two whole blocks.
+# The core, this lesson's module, cuts blocks into *panels*, some columns of $A$ and the same rows of $B$, and `fetch(number + 1)` sends the next panel while this one is multiplied.
+# Panels end where a block of $A$ or of $B$ ends, so the grid need not be square, and sizes need not divide.
 
 # %%
 show.source(gemm.Grid, gemm.split_panels, gemm.multiply_summa, fold=70)
 
 
 # %% [markdown]
-# Both ways on a grid of 2 × 2, whose rows and columns have links of 40 MB/s. The core uses panels of 64.
+# The table compares the loop with the core on a 2 × 2 grid with links of 40 MB/s; panels are 64 wide.
 
 # %% tags=["hide-input", "measured"]
-# Measures the plain SUMMA beside the core: bytes held, and seconds
+# Measures the plain SUMMA and the core's: bytes held, and seconds
 def compare_with_core():
     group, side = dist.group.WORLD, 1024
     grid = gemm.create_grid(group, 2, 2, lambda one: link.create_slow_group(2e-4, 40e6, one))
@@ -359,22 +359,21 @@ rows = [
 show.table(rows, ["SUMMA", "held by a rank (MB)", "time (ms)"])
 
 # %% [markdown]
-# ## Every way equals one process
+# ## Every way computes the result of one process
 #
-# Every way is compared with one process on 1, 2, 3 and 4 ranks, with sizes that do not divide.
+# The table compares every way with one process on 1 to 4 ranks, with sizes that do not divide, and has the largest differences.
 # Each entry of $C$ is a sum of $K$ products, and each addition rounds its result, with a relative error of at most $u$: $2^{-24}$ in float32.
-# So two orders of adding differ by at most $2 K u\,(|A|\,|B|)$: that is *allowed*. In float64 $u$ is $2^{-53}$.
-# The table has the largest difference over all ranks, sizes and grids.
+# So the results of two orders of addition differ by at most $2 K u\,(|A|\,|B|)$, the tolerance (*allowed*). In float64 $u$ is $2^{-53}$.
 
 # %% tags=["hide-input"]
-# Holds every way against one process, on 1 to 4 ranks, in two types
+# Compares every way with one process, on 1 to 4 ranks, in two dtypes
 GRIDS = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 3: [(1, 3), (3, 1)], 4: [(2, 2), (1, 4)]}
 SIZES = (10, 7, 9), (3, 50, 2), (129, 257, 65)
 ROUNDING = {torch.float32: 2**-24, torch.float64: 2**-53}
 
 
 def measure_errors(dtype):
-    """Way -> (largest difference from one process, allowed)."""
+    """Return {way: (largest difference from one process, tolerance)}."""
     group, found = dist.group.WORLD, {}
     for sizes in SIZES:
         a_MK, b_KN = make_matrices(*sizes, dtype)
@@ -425,25 +424,25 @@ head = [
 show.table(rows, ["way", *head])
 
 # %% [markdown]
-# By rows and by columns each entry is computed on one rank, all $K$ products of it.
-# That it can differ at all has another reason: the library that multiplies chooses its order of adding by the shape of the matrices.
+# By rows and by columns one rank computes all $K$ products of an entry.
+# Entries can still differ, because the library's order of addition depends on the shapes of the matrices.
 #
 # ## What it costs
 #
 # (gemm-bytes)=
 # ### Bytes sent
 #
-# With $S_C = MN \cdot$ itemsize, and by the formulas of [Collectives](collectives.md), a rank sends
+# With $S_C = MN \cdot$ itemsize, and by the formulas of [Collectives](collectives.md), a rank sends or receives
 #
-# - by rows or columns: nothing, or $\frac{t-1}{t} S_C$ if everybody is to have $C$;
-# - by the inner dimension: $\frac{t-1}{t} S_C$ if $C$ may stay cut, twice that if everybody is to have it;
-# - on a grid of $p \times q$: what it receives is $\frac{q-1}{q}$ of its rows of $A$ and $\frac{p-1}{p}$ of its columns of $B$.
+# - by rows or columns: nothing, or $\frac{t-1}{t} S_C$ if all ranks need $C$;
+# - by the inner dimension: $\frac{t-1}{t} S_C$ if $C$ may stay cut, twice as much if all ranks need $C$;
+# - on a grid of $p \times q$: it receives $\frac{q-1}{q}$ of its rows of $A$ and $\frac{p-1}{p}$ of its columns of $B$.
 #
-# Our reduce-scatter is an `all_to_all_single` and a sum in the order of the ranks, which moves as much, and has the same bits each time.
-# The table compares the formulas with two counts: the bytes of each operation, which have to be equal, and what the loopback interface transmitted, headers included.
+# Our reduce-scatter is an `all_to_all_single` and a sum in the order of the ranks, which sends as many bytes, and gives the same bits each time.
+# The table compares the formulas with two counts: the bytes of each operation, which must be equal, and the bytes that the loopback interface transmitted, with headers.
 
 # %% tags=["hide-input", "measured"]
-# Table: bytes sent, predicted, counted, and seen on the interface
+# Table: bytes sent: predicted, counted, and on the network interface
 SENT_CASES = [
     ("rows", True),
     ("columns", True),
@@ -508,10 +507,10 @@ show.table(
 )
 
 # %% [markdown]
-# ### Why a grid
+# ### Bytes by rows and on a grid
 #
-# Four ranks do not show what SUMMA is for. Let all of $A$, $B$ and $C$ be cut, and stay cut, and let the number of ranks grow.
-# A product by rows then has to gather $B$ first.
+# SUMMA helps with many ranks. Let $A$, $B$ and $C$ all be cut, and stay cut, and let the number of ranks grow.
+# A product by rows must then gather $B$ first.
 
 # %% tags=["hide-input"]
 # Table: bytes held and received by rows and on a grid
@@ -542,12 +541,12 @@ show.table(
 # %% [markdown]
 # By rows, a rank receives all of $B$, however many ranks there are.
 # On a grid it receives $2(\sqrt t - 1)\,n^2/t$ entries, and holds $3 n^2/t$ and two panels of each factor.
-# With only one copy of the matrices in memory nobody can do with fewer than that, up to a constant factor {cite}`irony2004lower`.
-# So supercomputers multiply on grids. Transformers mostly do not: their $t$ is small, 2 to 8 in most nodes, and their products come in pairs that fit together (the fifth exercise).
+# With only one copy of the matrices in memory no algorithm can receive fewer, up to a constant factor {cite}`irony2004lower`.
+# So supercomputers multiply on grids. Transformers mostly do not: their $t$ is small, 2 to 8 in most nodes, and they cut pairs of products by columns and by the inner dimension (the fifth exercise).
 #
 # ### Seconds: when splitting pays
 #
-# A rank computes $2MNK/t$ operations. With $F$ operations per second, and the collective of [Collectives](collectives.md), the split product takes
+# A rank computes $2MNK/t$ operations. With $F$ operations per second, and the all-gather of [Collectives](collectives.md), the split product takes
 #
 # $$\frac{2MNK}{tF} + (t-1)\,\alpha + \frac{t-1}{t}\,\beta\,S_C$$
 #
@@ -555,19 +554,19 @@ show.table(
 #
 # $$\frac{2n^3}{F}\cdot\frac{t-1}{t} = \frac{t-1}{t}\,\beta\,w\,n^2, \qquad\text{so}\qquad n^* = \frac{w}{2}\,\beta F.$$
 #
-# The factor with $t$ cancels: it is in the work that you save and in the bytes that you wait for.
+# The factor with $t$ cancels: both the operations saved and the bytes to wait for contain it.
 # If $B$ has to be broadcast first, its time is added, and $n^*$ is larger.
-# With 400 TFLOP/s, 200 GB/s and 2 bytes that is the 2,000 of the beginning.
+# With 400 TFLOP/s, 200 GB/s and 2 bytes, $n^*$ is the 2,000 of the beginning.
 #
 # `````{admonition} Checked: "if two GPUs are slower than one, take more of them"
 # :class: checked
 #
-# Below $n^*$ more ranks do not help; with a latency they make it worse.
-# The table has the crossing for 2 to 64 ranks, by rows with an all-gather, and by the inner dimension with an all-reduce, in multiples of $t$.
+# Below $n^*$ more ranks do not help; with latency they take longer.
+# The table has $n^*$ for 2 to 64 ranks, by rows with an all-gather, and by the inner dimension with an all-reduce, rounded to multiples of $t$.
 # `````
 
 # %% tags=["hide-input"]
-# Table: from what size on splitting pays, predicted for 2 to 64 ranks
+# Table: size above which splitting pays, predicted for 2 to 64 ranks
 rows = []
 for t in (2, 8, 64):
     cells = []
@@ -587,9 +586,9 @@ show.table(rows, ["ranks", *head, "inner, α = 10 µs (side)"])
 
 
 # %% [markdown]
-# Now a machine that we have: this one, with two ranks, one core each, and an emulated link of 400 MB/s between them.
+# The next cell measures this machine, with two ranks, one core each, and an emulated link of 400 MB/s between them.
 # `gemm.measure_machine` finds operations per second, latency and bandwidth, and `gemm.find_break_even_side` predicts the crossing from them.
-# Then both ways are measured around it, at half of the predicted side and at twice of it, and in between.
+# Then the cell measures one rank and two ranks at half of the predicted side, at twice that side, and in between.
 
 # %%
 def time_one_and_two():
@@ -607,11 +606,11 @@ def time_one_and_two():
 
 
 # %% [markdown]
-# A link of 400 MB/s is slow, but so is a processor's core: what counts is the ratio of the two.
-# All times, the calibration's included, are the fastest of several: other work on the machine only adds to them.
+# A link of 400 MB/s is slow, but so is a processor's core: only the ratio matters.
+# All times, the calibration's included, are the fastest of several runs, because other work on the machine only adds to them.
 
 # %% tags=["hide-input", "measured"]
-# Measures where one rank and two take equally long, and draws it
+# Measures and plots the size at which one rank and two take equally long
 # CPU: times of the CPU's work and a wire
 machine, crossing, times = ranks.run(time_one_and_two, 2, device="cpu")[0]
 sides = list(times)
@@ -653,23 +652,23 @@ show.figure(
 )
 
 # %% [markdown]
-# The measured crossing lies between two sides, and moves by some tens of percent from run to run: the two lines cross at a small angle, so a few percent of time are many rows.
+# The measured crossing lies between two measured sides, and moves by some tens of percent from run to run: the two lines cross at a small angle, so a few percent of time change the side by many rows.
 #
 # (gemm-roofline)=
 # ## From bytes to seconds: the roofline
 #
-# The formula assumes that a rank which gets a $t$-th of the work needs a $t$-th of the time.
-# Whether it does depends on the bytes that it has to fetch from its own memory.
-# Every byte that an operation touches travels between memory and arithmetic, and for many operations that takes longer than the arithmetic.
+# The formula assumes that a rank with a $t$-th of the work needs a $t$-th of the time.
+# In fact its time depends also on the bytes that it reads from its own memory.
+# Every byte of an operation moves between memory and arithmetic units, and for many operations that takes longer than the arithmetic.
 #
-# The *arithmetic intensity* of a piece of work is its FLOP (floating-point operations) for each byte moved. A machine reaches at most
+# The *arithmetic intensity* of an operation is its FLOP (floating-point operations) for each byte moved. A machine's FLOP/s are at most
 #
 # $$
 # \min(\text{its FLOP/s},\; \text{intensity} \times \text{its bytes/s})
 # $$
 #
-# which drawn over the intensity looks like a roof {cite}`williams2009roofline`. Left of the ridge memory is the limit, right of it compute is.
-# Here are five things that training does, with their operations and the bytes that they have to move at least.
+# Plotted over the intensity, this bound looks like a roof {cite}`williams2009roofline`. Left of the ridge memory is the limit, right of the ridge arithmetic.
+# The next cell lists five operations of training, with their FLOP and the least bytes that they must move.
 
 # %%
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -694,12 +693,12 @@ WORKLOADS = {  # name: (FLOP, bytes, the work); all in float32
 
 
 # %% [markdown]
-# The roof is made of the best rates that any of them, or a long copy, reached.
+# The roof is drawn from the best rates that these operations, or a long copy, reached.
 
 # %% tags=["hide-input", "measured"]
-# Measures and draws the roofline of this machine
+# Measures and plots the roofline of this machine
 def raise_roof(roof, points):
-    """A roof is what nothing exceeds: the best rates that anything here reached."""
+    """Return the roof: the best rates that any operation here reached."""
     return count.Rates(
         max(roof.flops, *(rate for _, _, rate in points)),
         max(roof.bytes, *(rate / intensity for _, intensity, rate in points)),
@@ -723,9 +722,9 @@ show.figure(
 
 
 # %% [markdown]
-# The optimizer's step and every elementwise operation are far to the left: a faster processor does not help them, fewer bytes do.
-# So is the product with a matrix of one column, which is what generating text one token at a time does.
-# With $bs$ tokens in a batch, a weight matrix is read once and used $bs$ times, so more tokens move a product to the right, under the flat roof. That is the other side of "make the batch smaller".
+# The optimizer's step and every elementwise operation are far to the left: fewer bytes make them faster, more FLOP/s do not.
+# So is a product with a matrix of one column, as in generating text one token at a time.
+# With $bs$ tokens in a batch, a weight matrix is read once and used $bs$ times, so more tokens move a product to the right, under the flat roof: smaller batches save memory, but compute more slowly.
 #
 # ### Thin shards
 #
@@ -734,9 +733,9 @@ show.figure(
 # ![What one rank reads and writes for its share of a square product, cut by columns. On 1 rank: all of A, B and C. On 2: all of A, half of B and C; half the work for 0.67 of the bytes. On 4: a quarter of the work for 0.50 of the bytes. On 16: a sixteenth of the work for 0.38 of the bytes.](../figures/gemm_thin.svg)
 #
 # For square matrices the intensity is $2n/(w(t+2))$.
-# On top of that a kernel cuts $C$ into tiles and deals them out to the processor's units; from a thin shard there are few tiles, the last round is half empty, and a tile at the edge is computed in full {cite}`nvidia2023gemm`.
+# Also, a kernel cuts $C$ into tiles and distributes them over the processor's units; a thin shard has few tiles, so in the last round some units are idle, and a tile at the edge is computed in full {cite}`nvidia2023gemm`.
 #
-# The cell measures the share that each rank would get, for 1 to 16 ranks, on one device: no communication, just the thin product.
+# The cell measures one rank's share of a product for 1 to 16 ranks, on one device, without communication.
 
 # %%
 def time_thin_shards():
@@ -752,10 +751,10 @@ def time_thin_shards():
 
 
 # %% [markdown]
-# *Reachable* is the roof at that intensity, for the type of these matrices. Its flat part is the best that a large product or any of these shards reached, so nothing is above it.
+# *Reachable* is the roof at the shard's intensity, for the matrices' dtype. Its flat part is the best rate of a large product and of these shards, so no rate is above it.
 
 # %% tags=["hide-input", "measured"]
-# Table: what thin shards reach of the roof
+# Table: rates of thin shards, compared with the roof
 rates, found, itemsize = ranks.run(time_thin_shards, 1)[0]
 points = []
 for cut, shards in found.items():
@@ -794,15 +793,15 @@ show.table(rows, head)
 # `````{admonition} Checked: "cut into 16, each rank computes 16 times less, so it is done 16 times sooner"
 # :class: checked
 #
-# The last column says what is left of the speed, before anything is sent.
-# By rows, at $t = 16$, a rank reads all of $B$ and uses each entry for a few rows only. At a fifth of the speed, say, it is done 3 times sooner, not 16.
-# By columns it depends on the device. A GPU has fewer tiles to deal out; a processor's core may even gain, because its part of $B$ fits into a cache.
+# The last column is the remaining speed, in percent of $t = 1$, before any communication.
+# By rows, at $t = 16$, a rank reads all of $B$ and uses each entry for a few rows only. At, for example, a fifth of the speed, 16 ranks take a third of the time, not a sixteenth.
+# By columns the speed depends on the device. A GPU has fewer tiles to distribute; a processor's core may even gain, because its part of $B$ fits into a cache.
 # `````
 #
-# ## PyTorch's DTensor beside ours
+# ## PyTorch's DTensor
 #
-# PyTorch's `DTensor` is a tensor that knows how it is cut. You multiply two of them with `@`, and it works out what the result is.
-# These are its names for our ways; the table says when it sends.
+# PyTorch's `DTensor` is a tensor that stores how it is cut. The product `@` of two DTensors derives the placement of the result.
+# The next cell maps our ways to DTensor's placements; the table shows which call sends.
 
 # %%
 PLACEMENTS = {
@@ -841,7 +840,7 @@ def multiply_with_dtensor():
 found = ranks.run(multiply_with_dtensor, 4, device="cpu")[0]  # CPU: DTensor on a CPU mesh
 
 # %% tags=["hide-input"]
-# Table: what DTensor makes of each way, and when it sends
+# Table: DTensor's placements for each way, and its collectives
 rows = []
 for way, (result, first, second, off) in found.items():
     assert off < 1e-4  # sums of 258 products in float32
@@ -851,14 +850,14 @@ show.table(rows, ["way", "A", "B", "A @ B", "sent by @", "sent by full_tensor()"
 
 
 # %% [markdown]
-# S(0), `Shard(0)` in full, is cut by rows, S(1) by columns, R is whole on every rank (`Replicate`), and P is a summand that nobody has added up yet (`Partial`).
-# It adds up late: only when something needs the sum. On a grid it gathers a whole row of $A$ and a whole column of $B$ at once, where SUMMA brings them in panels.
-# Tensor parallelism in PyTorch is made of these.
+# S(0), `Shard(0)` in full, is cut by rows, S(1) by columns, R is whole on every rank (`Replicate`), and P is a summand that is not yet added up (`Partial`).
+# DTensor adds up only when an operation needs the sum. On a grid DTensor gathers a whole row of $A$ and a whole column of $B$ at once; SUMMA broadcasts panels.
+# PyTorch's tensor parallelism uses these placements.
 #
-# This takes time of its own. Both ways multiply by rows and gather $C$, alternating in one run, on two ranks.
+# DTensor takes some time itself. For the table, DTensor and our module multiply by rows and gather $C$ on two ranks, in turn.
 
 # %% tags=["hide-input", "measured"]
-# Measures DTensor beside ours, for small and for large matrices
+# Measures DTensor and our module, for small and for large matrices
 def time_beside_dtensor():
     group, mesh, found = dist.group.WORLD, init_device_mesh("cpu", (2,)), []
     for side in (64, 1024):
@@ -896,12 +895,12 @@ show.table(rows, ["side", "ours (ms)", "DTensor (ms)", "ours / DTensor"])
 
 
 # %% [markdown]
-# `DTensor` works out placements in Python for each operation. That takes a few tenths of a millisecond, whatever the size: a lot beside a product of side 64, nothing beside one that needs two GPUs.
+# `DTensor` works out placements in Python for each operation. That takes a few tenths of a millisecond, whatever the size: much compared with a product of side 64, little compared with a product that needs two GPUs.
 #
 # (gemm-wrong)=
 # ## What goes wrong
 #
-# None of these three raises an error.
+# None of these three mistakes raises an error.
 
 # %%
 def make_mistakes():
@@ -924,7 +923,7 @@ def make_mistakes():
 by_rank = ranks.run(make_mistakes, 4)
 
 # %% tags=["hide-input"]
-# Table: the three mistakes, and what a reader sees of them
+# Table: the three mistakes, and how they show in the result
 rows = []
 for (name, c, off), (_, other, _) in zip(by_rank[0], by_rank[1], strict=True):
     agree = "yes" if torch.equal(c, other) else "no"
@@ -934,10 +933,10 @@ show.table(rows, ["mistake", "shape", "the same on all ranks", "relative error o
 
 
 # %% [markdown]
-# The shape is right each time, so nothing downstream complains, and two of the three even agree on all ranks.
-# Therefore: compare with one process, once, on small matrices whose sizes are all different and do not divide. Square ones hide most mistakes.
+# The shape is right each time, so later code raises no error, and two of the three mistakes give the same result on all ranks.
+# So compare with one process once, on small matrices whose sizes are all different and do not divide. Square matrices hide most mistakes.
 #
-# The fourth mistake is a small one. In bfloat16 the summands are rounded to eight bits *before* they are added, and each addition rounds again.
+# The fourth mistake is small. In bfloat16 the summands are rounded to eight bits *before* they are added, and each addition rounds again.
 
 # %%
 def compare_rounding():
@@ -962,33 +961,31 @@ head = ["by rows (%)", "inner, summed in bfloat16 (%)", "inner, summed in float3
 show.table(rows, ["ranks", *head], caption="Relative error of a product in bfloat16")
 
 # %% [markdown]
-# By rows the error does not depend on $t$. By the inner dimension it grows; to sum in float32 keeps it where it was, for twice the bytes.
+# By rows the error does not depend on $t$. By the inner dimension the error grows; summing in float32 avoids this, at twice the bytes.
 #
-# ## When to use which
+# ## Rows, columns, inner dimension or grid?
 #
-# | | for | against |
+# | way | advantages | disadvantages |
 # |---|---|---|
 # | rows | nothing to send if $C$ may stay cut | all of $B$ on every rank; shards thin in $M$ |
-# | columns | nothing to send if $C$ may stay cut; joins with *inner* | all of $A$ on every rank |
-# | inner | neither factor whole; takes what *columns* leaves | all of $C$ on every rank, for a moment; a sum in every product |
-# | grid | nothing whole; received bytes fall with $\sqrt t$ | more and smaller messages, $t = p \cdot q$ |
-# | one rank | no communication | it has to fit, and is slower than several above $n^*$ |
+# | columns | nothing to send if $C$ may stay cut; its result is the input of *inner* | all of $A$ on every rank |
+# | inner | neither factor whole; its input is the result of *columns* | all of $C$ on every rank, for a moment; a sum in every product |
+# | grid | no matrix whole; received bytes fall with $\sqrt t$ | more and smaller messages, $t = p \cdot q$ |
+# | one rank | no communication | all matrices must fit; slower than several ranks above $n^*$ |
 #
-# In data parallelism tokens are the rows: each rank has its own, and all of the weights. That is *by rows*, without the all-gather.
-# ZeRO's stage 3 gathers $B$ first, as above.
-# Tensor parallelism cuts weights, by columns and by the inner dimension.
+# In data parallelism tokens are the rows: each rank has its own rows, and all of the weights. Data parallelism is *by rows*, without the all-gather.
+# ZeRO's stage 3 gathers $B$, the weights, first.
+# Tensor parallelism cuts weights by columns and by the inner dimension.
 #
 # ```{admonition} On more GPUs
 # :class: note
 #
-# One GPU shows what a thinner shard does to the rate of one rank; ranks that share it, or share cores, do not compute at the same time on hardware of their own.
-# A second GPU would make the size from which splitting pays a measured one, with a real link in it,
-# and show how much of the gathering a library hides behind the next product.
+# On one GPU you can measure how thin shards slow down a rank, but ranks that share a GPU or cores do not compute at the same time.
+# With a second GPU you could measure the size above which splitting pays on a real link,
+# and how much of the all-gather a library overlaps with the next product.
 # ```
 #
 # ## Exercises
-#
-# Each has a check; where ranks are needed, it runs your answer on real ones.
 #
 # ```{exercise-start} Bytes of a sum (easy)
 # :label: ex-gemm-bytes
@@ -1010,7 +1007,7 @@ check(answer, "gemm_bytes")
 # :class: dropdown
 # ```
 #
-# What is summed has the shape of $C$.
+# The summands have the shape of $C$.
 
 # %%
 answer = 2 * 3 / 4 * 4096 * 11008 * 4
@@ -1020,12 +1017,12 @@ check(answer, "gemm_bytes")
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} From what size on? (easy)
+# ```{exercise-start} The size above which splitting pays (easy)
 # :label: ex-gemm-pays
 # ```
 #
-# Eight GPUs multiply with 400 TFLOP/s each, and each receives 200 GB/s. Two square matrices of 2-byte numbers are multiplied by rows, and $C$ is gathered on all.
-# Leave latency aside. From what side on are eight GPUs faster than one?
+# Eight GPUs multiply with 400 TFLOP/s each, and each receives 200 GB/s. Two square matrices of 2-byte numbers are multiplied by rows, and $C$ is gathered on all GPUs.
+# Ignore latency. Above which side are eight GPUs faster than one?
 
 # %%
 answer = ...  # rows of the matrices
@@ -1056,7 +1053,7 @@ check(answer, "gemm_pays")
 # ```
 #
 # $C = AB$ was made by columns: `a_MK` is whole on every rank, `b_Kn` has this rank's columns, and `grad_Mn` is the gradient of this rank's columns of $C$.
-# Return the gradient of all of $A$, on every rank, and that of `b_Kn`, with a single collective. $N$ need not divide.
+# Return the gradient of all of $A$, on every rank, and the gradient of `b_Kn`, with a single collective. $t$ need not divide $N$.
 # (In one process they are `grad_MN @ b_KN.T` and `a_MK.T @ grad_MN`.)
 
 # %%
@@ -1076,7 +1073,7 @@ check(my_backward_of_columns)
 # :class: dropdown
 # ```
 #
-# $N$ was the cut dimension of $C$, and is the inner dimension of $A$'s gradient: a product by columns, backward, is one by the inner dimension. $B$'s gradient is again one by columns.
+# $N$ was the cut dimension of $C$, and is the inner dimension of $A$'s gradient: a product by columns, backward, is a product by the inner dimension. $B$'s gradient is again a product by columns.
 
 # %%
 def my_backward_of_columns(a_MK, b_Kn, grad_Mn, group):
@@ -1115,7 +1112,7 @@ check(my_inner)
 # :class: dropdown
 # ```
 #
-# After the sum. Before it, the bias would be summed as well, $t$ times.
+# Add the bias after the sum. Before the sum, the bias would be added $t$ times.
 
 # %%
 def my_inner(a_Mk, b_kN, bias_N, group):
@@ -1155,7 +1152,7 @@ check(my_two_products)
 # :class: dropdown
 # ```
 #
-# By columns leaves its result cut just as *by the inner dimension* wants its input, and GELU works on each entry alone. This is the heart of tensor parallelism {cite}`shoeybi2019megatron`.
+# A product *by columns* leaves its result cut exactly as a product *by the inner dimension* needs its input, and GELU works on each entry alone. Tensor parallelism is built on this {cite}`shoeybi2019megatron`.
 
 # %%
 def my_two_products(x_MK, v_Kf, w_fN, group):
@@ -1178,7 +1175,7 @@ check(my_two_products)
 #
 # `a_mK` has this rank's rows of $A$, `b_kN` this rank's rows of $B$; $t$ divides $K$. Return this rank's rows of $C$.
 # No rank may hold all of $B$: let the pieces go around a ring.
-# `ranks.exchange(outgoing, to, incoming, source, group)` begins to send and to receive in one batch, and returns at once; `.wait()` waits. (A ring in which all send first and then receive hangs with NCCL: [Collectives](collectives.md#deadlock-in-a-ring-who-sends-first) says why.)
+# `ranks.exchange(outgoing, to, incoming, source, group)` starts to send and receive in one batch, and returns immediately; `.wait()` waits. (A ring in which all send first and then receive hangs with NCCL: [Collectives](collectives.md#deadlock-in-a-ring-who-sends-first) says why.)
 
 # %%
 def my_ring_product(a_mK, b_kN, group):
@@ -1197,7 +1194,7 @@ check(my_ring_product)
 # :class: dropdown
 # ```
 #
-# Send before you multiply, so that the piece travels meanwhile. The piece that is here in step $i$ set out from rank $r - i$, and belongs to that rank's columns of $A$.
+# Start to send before you multiply, so that both overlap. In step $i$ rank $r$ holds the piece of $B$ from rank $r - i$; multiply it by the columns of $A$ with the same numbers.
 
 # %%
 def my_ring_product(a_mK, b_kN, group):
@@ -1227,8 +1224,8 @@ check(my_ring_product)
 # :label: ex-gemm-way
 # ```
 #
-# Return `"rows"`, `"columns"` or `"inner"`: the way in which the fullest rank holds the fewest entries of its shares of $A$ and $B$ and of its own product together.
-# Sizes need not divide; $C$ stays as it falls.
+# Return `"rows"`, `"columns"` or `"inner"`: the way in which the fullest rank holds the fewest entries, summed over its shards of $A$ and $B$ and its own product.
+# Sizes need not divide; $C$ is neither gathered nor reduced.
 
 # %%
 def my_way(M, K, N, ranks_):
@@ -1266,22 +1263,22 @@ check(my_way)
 # ```{solution-end}
 # ```
 #
-# A last one without a check: in the ring product each rank computes $t$ products of $[m, k] \times [k, N]$ instead of one. When is that slower, though nobody waits for a message?
+# A last question without a check: in the ring product each rank computes $t$ products of $[m, k] \times [k, N]$ instead of one product. When is the ring slower, although no rank waits for a message?
 #
 # ## Summary
 #
 # - A product can be cut along $M$, $N$ or $K$. Along $M$ and $N$ nothing is sent as long as $C$ may stay cut; along $K$ there is a sum over ranks.
-# - What a cut does not divide is whole on every rank: $B$, $A$, or the summand of $C$.
-# - All of $C$ on all ranks costs $\frac{t-1}{t} S_C$ by rows and columns, twice that by the inner dimension.
-# - On a grid nothing is whole, and received bytes per rank fall with $\sqrt t$.
+# - One matrix stays whole on every rank: $B$ by rows, $A$ by columns, a summand of $C$ by the inner dimension.
+# - To have all of $C$ on all ranks, a rank sends $\frac{t-1}{t} S_C$ by rows and columns, twice as much by the inner dimension.
+# - On a grid no matrix is whole, and received bytes per rank fall with $\sqrt t$.
 # - Splitting pays for sizes above $n^* = \frac{w}{2}\beta F$, for any number of ranks.
 # - Below the ridge of the roofline, bytes decide the time. Thin shards do fewer operations per byte, so each rank computes more slowly.
-# - Cut the first product by columns and the second by the inner dimension: two products need one sum. That is tensor parallelism.
+# - Cut the first product by columns and the second by the inner dimension: two products need one sum. This is the basis of tensor parallelism.
 #
 # ## Further reading
 #
 # - {cite:t}`vandegeijn1997summa`: SUMMA in full, with the pipelining of its broadcasts.
-# - {cite:t}`chan2007collective`: the collectives of this lesson, what each costs, and why no algorithm can do with less.
-# - {cite:t}`irony2004lower`: how many bytes a product has to move, for a given memory. {cite:t}`solomonik2011matmul` spend memory on copies of the matrices, and move fewer.
+# - {cite:t}`chan2007collective`: the collectives of this lesson, their costs, and why no algorithm can send less.
+# - {cite:t}`irony2004lower`: the bytes that a product must move, for a given memory. {cite:t}`solomonik2011matmul` hold copies of the matrices, and move fewer bytes.
 # - {cite:t}`williams2009roofline`: the roofline.
-# - {cite:t}`nvidia2023gemm`: tiles and waves: what a GPU does with the shape of a product.
+# - {cite:t}`nvidia2023gemm`: tiles and waves: how a GPU's speed depends on the shape of a product.

@@ -18,18 +18,17 @@
 #
 # After this lesson you can
 #
-# - train one model on many ranks so that it ends where one process would have ended, and prove it;
-# - build what `DistributedDataParallel` does, in three steps, and say what each step saves;
+# - train one model on many ranks with the result of one process, and prove it;
+# - build your own `DistributedDataParallel` in three steps, and say what each step saves;
 # - predict the bytes, the messages, the memory and the time of a step, and where more ranks stop helping;
-# - recognise the mistakes that people really make, by the trace that each leaves.
+# - recognise common mistakes by their symptoms.
 #
 # You need one thing from [Collectives](collectives.md): the all-reduce.
 #
-# Before you start, a puzzle.
-# Four ranks begin with the same weights and train for five steps, each on its share of the text.
+# A puzzle: four ranks begin with the same weights and train for five steps, each on its share of the text.
 # A step moves a weight by at most about 0.001. After five steps some weight differs by 0.01 between two ranks.
 # With one more line the largest difference is *exactly* 0.0, and the weights are those that one process computes from the whole batch.
-# The line is easy. The rest of the lesson makes it cost next to nothing.
+# The line is easy. The rest of the lesson makes it cheap.
 #
 # ```{quiz} copies-before
 # ```
@@ -73,27 +72,26 @@ show.set_style()
 
 
 def model_and_optimizer(lr=1e-3):
-    """The same small GPT on every rank, and its AdamW."""
+    """Return the same small GPT on every rank, and its AdamW."""
     torch.manual_seed(0)
     model = GPT(PRESETS["nano"]).to(ranks.device())
     return model, torch.optim.AdamW(model.parameters(), lr=lr)
 
 
 def local_batch(step, size=4, rank=None):
-    """This rank's `size` windows of text for a step: tokens, targets: [size, 64]."""
+    """Return this rank's `size` windows of text: tokens and targets, each [size, 64]."""
     rank, count_ = dist.get_rank() if rank is None else rank, dist.get_world_size()
     tokens, targets = text.get_batch(64, size, start=(step * count_ + rank) * size)
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 
 # %% [markdown]
-# ## Four ranks, four models
+# ## Four ranks without communication: four models
 #
-# One process needs some time to go once through the course's text.
-# Four ranks that share the work could need a quarter of it.
-# So we give each rank a quarter of the windows, and let it train.
+# Four ranks that share the course's text could need a quarter of one process's time.
+# So we give each rank a quarter of the windows of text, and let it train.
 #
-# The next cell does that for five steps. `measure_drift` says how far the ranks' weights have come apart: the largest difference of any weight from rank 0's.
+# The next cell does that for five steps. `measure_drift` returns the largest difference of any weight from rank 0's.
 
 # %%
 def train_alone(steps):
@@ -121,14 +119,14 @@ assert apart > 1e-3  # a step of AdamW: about the learning rate
 
 
 # %% [markdown]
-# The ranks did share the work, and got four models, none of which saw more than a quarter of the text.
-# What is missing comes after `backward`.
+# The ranks shared the work, and trained four models, each on a quarter of the text.
+# A line after `backward` is missing.
 #
 # ## Every rank has the whole model, and a share of the batch
 #
 # Every rank holds the whole model, and gets its own share of each batch.
 # Before the optimizer's step the ranks average their gradients.
-# From then on they are equal again: same weights, same gradients, same step.
+# So all ranks make the same step, and their weights stay equal.
 #
 # ![Four ranks. Each has a quarter of the batch, all weights, and computes gradients of its own. An all-reduce averages the gradients; then all four ranks have the same gradients and make the same optimizer step.](../figures/data_parallel_replicas.svg)
 #
@@ -140,14 +138,14 @@ assert apart > 1e-3  # a step of AdamW: about the learning rate
 # \nabla \frac{1}{Nb}\sum_{r}\sum_{i} \ell_{r,i} \;=\; \frac{1}{N}\sum_{r} \nabla \frac{1}{b}\sum_{i}\ell_{r,i}
 # $$
 #
-# On the left is the gradient of one process that has the whole batch, on the right the average of what the ranks have.
+# On the left is the gradient of one process that has the whole batch, on the right the average of the ranks' gradients.
 # They are equal, as long as each rank has the same number $b$ of samples.
 #
 # ## The mechanism, in three steps
 #
 # ### Step 1: average after backward
 #
-# This is what is missing, in three lines.
+# The missing lines:
 
 # %% tags=["slide"]
 def average_one_by_one(model):
@@ -175,29 +173,29 @@ apart = ranks.run(train_together, 4)
 print("drift after five steps:", apart)
 
 # %% tags=["hide-input"]
-# Holds the drift of all four ranks against zero
+# Checks that the drift of all four ranks is zero
 assert apart == [0.0] * 4
 
 
 # %% [markdown]
-# Not almost zero: zero.
-# Each sum is made in one place and copied to all ranks, so they get the same bits, and keep them.
+# The drift is exactly zero.
+# One rank computes each sum, and all ranks get a copy, so their gradients have the same bits.
 #
-# Two cases are missing in these lines: parameters that are frozen, and those that have no gradient on some rank.
-# An all-reduce waits for every rank: if a rank without a gradient skipped one, the others would wait for it.
-# The package's [average_gradients](../code/shardlab/data_parallel/buckets.py) handles both cases, and one of the exercises goes a step further.
+# The lines fail for frozen parameters, and for parameters without a gradient on some rank.
+# An all-reduce waits for every rank: if a rank skipped it for lack of a gradient, the others would wait forever.
+# The package's [average_gradients](../code/shardlab/data_parallel/buckets.py) handles both cases.
 #
 # ````{admonition} Checked: "copies synchronise their weights"
 # :class: checked
 #
 # No weight is sent in a step, only gradients.
 # (`DistributedDataParallel` sends weights once, before the first step.)
-# To average weights after the step is another algorithm: AdamW divides each rank's gradient by that rank's own history, so the mean of the steps is not the step of the mean.
-# Only with plain SGD, where a step is the gradient times a number, do both end with the same weights.
+# Averaging weights after the step is another algorithm: AdamW divides each rank's gradient by that rank's own history, so the mean of the ranks' steps is not the step of the mean gradient.
+# Both algorithms give the same weights only with plain SGD, whose step is the gradient times a number.
 # ````
 
 # %% tags=["hide-input"]
-# Table: averaged gradients beside averaged weights
+# Table: averaged gradients compared with averaged weights
 def train_averaging(what, kind):
     model, optimizer = model_and_optimizer()
     if kind == "SGD":
@@ -229,13 +227,13 @@ show.table(rows, ["optimizer", "weights after five steps differ by"])
 # %% [markdown]
 # ### Step 2: buckets
 #
-# This GPT has 35 parameter tensors, a large one has hundreds, and most of them are small: biases, and the weights of LayerNorms.
-# Each all-reduce takes its latency, so many small ones take longer than one large one.
-# The gradients are put side by side into a few flat tensors, the *buckets*, and each bucket is one message {cite}`li2020ddp`.
+# This GPT has 35 parameter tensors, a large GPT has hundreds, and most of them are small: biases, and the weights of LayerNorms.
+# Each all-reduce has a latency, so many small all-reduces take longer than one large all-reduce.
+# So the gradients are joined in a few flat tensors, the *buckets*, and each bucket is one message {cite}`li2020ddp`.
 #
 # ![Eight parameters in the module's order are dealt into four buckets from the last to the first: the head alone in bucket 0, block 2 in bucket 1, block 1 in bucket 2, the embedding in bucket 3. Each bucket is one flat tensor and one message.](../figures/data_parallel_buckets.svg)
 #
-# The order is the reverse of the module's, for a reason that step 3 will use.
+# Buckets hold the parameters in the reverse of the module's order; step 3 needs this.
 
 # %%
 show.source(split_into_buckets, average_in_buckets)
@@ -248,18 +246,18 @@ show.source(split_into_buckets, average_in_buckets)
 show.source(Bucket.copy_gradient, Bucket.start_all_reduce)
 
 # %% [markdown]
-# Three details that one gets wrong on a first try:
+# Three details that are easy to get wrong:
 #
-# - `zero_grad()` sets `grad` to `None`, and autograd then makes a *new* tensor, which is no view into the bucket. `copy_gradient` moves it there, scaling it on the way, and the new tensor is freed.
-# - Where this rank did not use a parameter, the bucket still has the last step's gradient. `start_all_reduce` clears it.
-# - A parameter that *no* rank used must keep `grad=None`. With zeros, AdamW's weight decay would move it, which does not happen in one process. So the bucket has one more element for each parameter, which is summed like the rest: it counts the ranks that have a gradient.
+# - `zero_grad()` sets `grad` to `None`, and autograd then makes a *new* tensor, which is no view into the bucket. `copy_gradient` scales it, copies it into the bucket, and frees the new tensor.
+# - If this rank did not use a parameter, the bucket still holds the last step's gradient. `start_all_reduce` sets that gradient to zero.
+# - A parameter that *no* rank used must keep `grad=None`. With a gradient of zeros, AdamW's weight decay would change the parameter, which does not happen in one process. So the bucket has one more element for each parameter; the all-reduce sums it, too, so it counts the ranks that have a gradient.
 #
-# ### Step 3: send while backward still runs
+# ### Step 3: overlap, sending during backward
 #
 # Backward goes through the layers from the last to the first.
 # The last layer's gradients are ready early, and in step 2 they wait until the first layer's are ready as well.
-# In step 3 a hook on each parameter puts its gradient into its bucket, and a full bucket is sent at once.
-# `_on_grad_ready` is this hook, and its loop sends the buckets that are full. At the first gradient the hook also asks autograd to call `_finalize_backward` when backward is over, through a small class, [BackwardTracker](../code/shardlab/data_parallel/buckets.py).
+# In step 3 a hook on each parameter copies its gradient into its bucket, and a full bucket is sent immediately.
+# `_on_grad_ready` is this hook, and its loop sends the buckets that are full. At the first gradient the hook also makes autograd call `_finalize_backward` when backward is over, through a small class, [BackwardTracker](../code/shardlab/data_parallel/buckets.py).
 
 # %%
 show.source(DataParallel._on_grad_ready, DataParallel._finalize_backward)
@@ -267,12 +265,12 @@ show.source(DataParallel._on_grad_ready, DataParallel._finalize_backward)
 
 # %% [markdown]
 # Buckets are sent in one fixed order, the same on all ranks.
-# Suppose that rank 0 used layer A before B, and rank 1 used B before A, and that each sent first what is full first.
+# Suppose that rank 0 used layer A before B, rank 1 used B before A, and each rank sent the bucket first that is full first.
 # Then rank 0's bucket A would be added to rank 1's bucket B.
 # So a full bucket waits for those before it.
-# Bucket 0 holds the last parameters, since theirs are ready first: that is why the order is reversed.
+# Bucket 0 holds the last parameters, because their gradients are ready first: so the order is reversed.
 #
-# Step through one step. A cell's colour is that of the rank whose batch is in it, four stripes are the average, and a thick outline marks what has just arrived.
+# The pictures show one step. A cell has the colour of the rank whose gradients it holds, four stripes are the average, and a thick outline marks data that has just arrived.
 #
 # :::{step-through} A step of data parallelism on four ranks, four buckets
 # 1. ![Before the step: a table with a row for each of four ranks and a column for each bucket of gradients: embedding, block 1, block 2 and head. Each rank has its own share of the batch, all have the same weights, and there are no gradients.](../figures/steps/data_parallel_1.svg)
@@ -289,49 +287,49 @@ show.source(DataParallel._on_grad_ready, DataParallel._finalize_backward)
 #
 # 4. ![Backward of block 2, while the head's gradients are all-reduced: every rank has the gradients of block 2 and the head of its own batch.](../figures/steps/data_parallel_4.svg)
 #
-#    Bucket 0 leaves. While it is under way, each rank computes the backward of block 2.
+#    The all-reduce of bucket 0 starts. Meanwhile each rank computes the backward of block 2.
 #
 # 5. ![Backward of block 1, while the gradients of block 2 are all-reduced. The head's are the average over all four ranks now.](../figures/steps/data_parallel_5.svg)
 #
-#    The head's gradients are averages now. Block 2's are under way, and block 1 computes.
+#    The head's gradients are averages now. Block 2's are being sent, and the ranks compute the backward of block 1.
 #
 # 6. ![Backward of the embedding, while the gradients of block 1 are all-reduced. Those of block 2 and the head are averages.](../figures/steps/data_parallel_6.svg)
 #
-#    The same for the next layer.
+#    Block 1's gradients are being sent, and the ranks compute the backward of the embedding.
 #
 # 7. ![Backward is over, and nothing computes while the embedding's gradients are all-reduced. All others are averages.](../figures/steps/data_parallel_7.svg)
 #
-#    Backward is over, and no computing is left that could hide the last bucket: all ranks wait for it.
+#    Backward is over, and no computation is left to overlap the last bucket: all ranks wait for it.
 #
 # 8. ![All gradients are averages, the same on all four ranks. Each rank's optimizer makes the same step, and the weights are the same again.](../figures/steps/data_parallel_8.svg)
 #
-#    All gradients are averages, the same on all ranks. So all optimizers make the same step, and the weights are the same again.
+#    All gradients are averages, the same on all ranks. So all optimizers make the same step, and the weights stay equal.
 # :::
 #
-# This is what overlap gains. Both timelines are from one real run, and show one of two ranks with an emulated link of 1 Gbit/s between them.
-# Backward is drawn in pieces: each ends where a bucket became full.
+# The picture shows the gain of overlap. Both timelines are from one real run, and show one of two ranks with an emulated link of 1 Gbit/s between them.
+# Each piece of backward ends when a bucket became full.
 #
 # ![Timeline of one training step on two ranks over a slow link, twice. Above, the gradients are sent after the backward pass, and the ranks wait for them. Below, each bucket of gradients is sent while the backward pass still computes the next ones, and the step ends sooner.](../figures/data_parallel_overlap.svg)
 #
-# It is measured on this machine [below](#seconds-overlap), together with the case in which it gains nothing.
+# [Below](#seconds-overlap) the gain is measured on this machine, and also a case without gain.
 #
 # ## Five steps equal one process
 #
-# All three steps must compute what one process computes. But what is *one process*? There are two candidates:
+# All three steps must give the result of one process. One process can compute it in two ways:
 #
-# - *share by share*: it computes the gradients of one rank's share after another, divides each by $N$ and adds them up. That is the same arithmetic in the same order.
-# - *joined*: it puts the whole batch through the model at once. That is the same mathematics, but matrix products over more rows add their terms up in another order.
+# - *share by share*: it computes the gradients of one rank's share after another, divides each by $N$ and adds them up: the same arithmetic in the same order.
+# - *joined*: it computes the whole batch at once: the same mathematics, but matrix products over more rows add up their terms in another order.
 #
 # The table compares with both, and with PyTorch's `DistributedDataParallel` (DDP), over five AdamW steps, also with a short last batch. The same arithmetic in the same order gives exactly 0. Elsewhere the difference is rounding, and float64 makes it nine digits smaller.
 
 # %% tags=["hide-input"]
-# Holds gradients and weights against one process and torch's DDP
+# Compares gradients and weights with one process and torch's DDP
 def max_difference(a, b):
     return max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
 
 
 def compare_models(dtype, sizes):
-    """Largest differences of gradients and weights; sizes: windows on each rank."""
+    """Return the largest differences of gradients and weights. sizes: windows per rank."""
     rank, world = dist.get_rank(), dist.group.WORLD
     plain = model_and_optimizer()[0].to(dtype)
     ours = DataParallel(copy.deepcopy(plain), world, 2**16, 2**14)
@@ -385,31 +383,30 @@ show.table(rows, head, caption="Largest differences over five steps")
 
 
 # %% [markdown]
-# How close is close enough?
-# That 1e-6 looks small proves nothing. Float64 does: with its nine more digits every difference that comes from rounding is nine digits smaller,
-# while the error of a wrong formula would stay as large.
+# A difference of 1e-6 looks small, but proves nothing. Float64 is the proof: with its nine more digits every difference from rounding is nine digits smaller,
+# but the error of a wrong formula would not change.
 #
-# And why is the difference not zero? Because $(a+b)+c$ and $a+(b+c)$ round differently.
-# On two ranks every sum is $a+b$, and ours equals torch's bit for bit.
-# On four, a ring begins the sum of each piece of the buffer at another rank.
+# Why is the difference not zero? Because $(a+b)+c$ and $a+(b+c)$ round differently.
+# On two ranks every sum is $a+b$, and our gradients equal torch's bit for bit.
+# On four ranks, a ring begins the sum of each piece of the buffer at another rank.
 # Over thousands of steps such differences grow until the last digits of the losses differ, as they do between two runs on one GPU with different kernels.
-# That is normal. Weights that differ between *ranks of one run* are not.
+# Such differences between runs are normal. Weights that differ between *ranks of one run* are an error.
 # How far rounding moves a tensor of *your* model can be measured: [Parity](parity.md#rule-1-rounding-is-measured).
 #
-# The [tests](../tests/test_data_parallel.py) do the same with tied weights, a frozen layer, a layer that only some ranks use, a buffer, accumulation, and sub-groups.
+# The [tests](../tests/test_data_parallel.py) make the same comparison with tied weights, a frozen layer, a layer that only some ranks use, a buffer, accumulation, and sub-groups.
 #
 # ````{admonition} Checked: "DDP sums the gradients, so divide the learning rate by the number of ranks"
 # :class: checked
 #
-# It averages: the gradient above equals that of the joined mean, to the last digits.
-# If you do sum, AdamW hides it: its step divides the gradient by the gradient's own size, so a factor of $N$ cancels.
-# Gradient clipping and SGD do not hide it. The table shows how far a step moves weights, with an average and with a sum over four ranks.
+# DDP averages: the gradient above equals that of the joined mean, to the last digits.
+# If you sum by mistake, AdamW hides the mistake: its step divides the gradient by the gradient's own size, so a factor of $N$ cancels.
+# Gradient clipping and SGD do not hide it. The table shows the largest change of a weight in a step, with an average and with a sum over four ranks.
 # ````
 
 # %% tags=["hide-input"]
-# Table: how far a step moves a weight, with an average and with a sum
+# Table: largest change of a weight in a step, with an average and with a sum
 def measure_update(kind, factor):
-    """Largest change of a weight in a step with gradients `factor` times too large."""
+    """Return the largest change of a weight in a step with gradients times `factor`."""
     torch.manual_seed(0)
     model = GPT(PRESETS["nano"])
     before = [p.detach().clone() for p in model.parameters()]
@@ -439,13 +436,13 @@ show.table(rows, head)
 # %% [markdown]
 # ## The core: buckets and the wrapper
 #
-# A bucket is made once, and is told when a step begins:
+# Buckets are created once, and reset when a step begins:
 
 # %%
 show.source(assign_buckets, Bucket)
 
 # %% [markdown]
-# `DataParallel` begins with rank 0's weights, sends nothing under `no_sync`, and after an error in backward starts over on all ranks.
+# `DataParallel` copies rank 0's weights to all ranks at the beginning, sends nothing under `no_sync`, and resets its state on all ranks after an error in backward.
 
 # %%
 show.source(DataParallel)
@@ -455,9 +452,9 @@ show.source(DataParallel)
 #
 # ### Messages and bytes
 #
-# A ring all-reduce of $S$ bytes sends $2\frac{N-1}{N}S$ bytes from each rank ([Collectives](collectives.md)), whatever the batch is.
-# So the three steps should send the same bytes, in a different number of messages.
-# Predicted: step 1 sends one message per parameter; steps 2 and 3 send one per bucket, each with four more bytes per parameter.
+# A ring all-reduce of $S$ bytes sends $2\frac{N-1}{N}S$ bytes from each rank ([Collectives](collectives.md)), whatever the batch size.
+# So the three steps should send the same bytes, in different numbers of messages.
+# Step 1 sends one message per parameter; steps 2 and 3 send one per bucket, each with four more bytes per parameter.
 # The last two columns compare with an independent count: the bytes that the operating system's loopback interface transmitted.
 
 # %% tags=["hide-input", "measured"]
@@ -531,7 +528,7 @@ show.table(
 )
 
 # %% [markdown]
-# What do messages cost? Here is the same exchange on an emulated wire, predicted and measured.
+# The next table has the time of the same exchange on an emulated wire, predicted and measured.
 # A message of $S$ bytes takes $\alpha + \beta S$ seconds: $\alpha$ is the latency, here 2 ms, and $\beta$ the seconds per byte, at 1 GB/s one nanosecond.
 
 # %% tags=["hide-input", "measured"]
@@ -597,7 +594,7 @@ show.table(
 # ### Memory
 #
 # In units of the weights' size, one process with AdamW holds 1 for weights, 1 for gradients and 2 for AdamW's two moments.
-# Data parallelism takes nothing off that. It should add nothing either, as long as the gradients are views into the buckets.
+# Data parallelism does not reduce this. It should not add to it either, as long as the gradients are views into the buckets.
 
 # %% tags=["hide-input"]
 # Table: memory in units of the weights, predicted and measured
@@ -648,19 +645,19 @@ show.table(
 )
 
 # %% [markdown]
-# The buckets stay when `zero_grad()` frees gradients: between steps a rank holds one unit more than one process.
-# Then forward begins to keep activations, so this unit can raise the peak.
+# The buckets stay when `zero_grad()` frees gradients: between steps and in forward a rank holds one unit more than one process.
+# Forward also makes activations, so this unit can raise the peak.
 # Eight ranks hold eight copies of all four units. [ZeRO](zero.md) keeps one copy, cut into shards.
 #
 # (seconds-overlap)=
 # ### Seconds: overlap
 #
-# Overlap hides *waiting*. A core that moves bytes is not waiting: it works.
-# On this machine's loopback the cores copy all bytes themselves, so with every core busy there is nothing to hide.
-# On a slow link they wait for the wire.
+# Overlap saves only the time in which cores *wait*.
+# On this machine's loopback the cores copy all bytes themselves, so if every core is busy there is no waiting.
+# On a slow link the cores wait for the wire.
 #
-# The table has both, measured in one run in which steps with and without overlap alternate.
-# The link is emulated: the all-reduces are real, and each is reported as complete only when a wire of 50 µs and 1 Gbit/s would be done ([link](../code/shardlab/measure/link/__init__.py)).
+# The table has both links, measured in one run, with and without overlap in turn.
+# The link is emulated: the all-reduces are real, and each is reported as complete only when it would be on a wire of 50 µs and 1 Gbit/s ([link](../code/shardlab/measure/link/__init__.py)).
 
 # %% tags=["hide-input", "measured"]
 # Table: a step with and without overlap, on loopback and a slow link
@@ -687,10 +684,10 @@ head = ["link", "without overlap (ms)", "with overlap (ms)", "with / without"]
 show.table(rows, head)
 
 # %% [markdown]
-# On the slow link, this is where the time goes:
+# The median step on the slow link:
 
 # %% tags=["hide-input", "measured"]
-# Draws the slow link's median step, without and with overlap
+# Plots the slow link's median step, without and with overlap
 slow = {way: overlap.pick_median(run) for way, run in runs["1 Gbit/s"].items()}
 show.figure(
     overlap.draw_timeline(slow["without"], slow["with"]),
@@ -703,16 +700,16 @@ show.figure(
 # ````{admonition} Checked: "overlap makes communication free"
 # :class: checked
 #
-# On a slow link most of the wire's time is hidden by backward: the last row above, close to 0.7.
-# The last bucket is not hidden, nor is what takes longer than backward. Forward hides nothing, since no gradient exists yet.
-# Where all cores are busy, first row, overlap gains nothing at all: there, communication is not waiting but work.
-# On GPUs the copies are done by other units, but an all-reduce still takes some of the GPU's own processors and some of its memory's bandwidth. So matrix products get slower while one is under way.
+# On a slow link backward overlaps most of the wire's time: the last row above, close to 0.7.
+# The last bucket is not overlapped, nor is time beyond the end of backward. In forward nothing can be sent, because no gradient exists yet.
+# If all cores are busy, as in the first row, overlap gains nothing: communication is work for them.
+# On GPUs the copies are done by other units, but an all-reduce still takes some of the GPU's own processors and some of its memory's bandwidth. So matrix products are slower during an all-reduce.
 # ````
 #
 # ### Seconds: more ranks
 #
-# Now the whole step. The time of forward and backward is proportional to the rank's share of the batch. The wire takes $2(N-1)(\alpha + \beta S/N)$ for a bucket of $S$ bytes.
-# Buckets follow each other on the wire, and a bucket cannot be sent before it is full. The model is no more than that:
+# The time of forward and backward is proportional to the rank's share of the batch. The wire takes $2(N-1)(\alpha + \beta S/N)$ for a bucket of $S$ bytes.
+# Buckets follow each other on the wire, and a bucket cannot be sent before it is full. These rules are the whole model of a step's time:
 
 # %%
 show.source(predict_step_seconds)
@@ -720,10 +717,10 @@ show.source(predict_step_seconds)
 # %% [markdown]
 # Eight ranks that compute on two cores would wait for a core, not for the wire.
 # So in this measurement the layers *sleep* instead of computing, for as long as their share of the batch would take. The messages are real, and the wire is emulated.
-# Two cases:
+# We measure two cases:
 #
 # - *fixed batch*: each of $N$ ranks computes $1/N$ of one batch. The aim is the same training in less time.
-# - *growing batch*: each rank has a batch of the same size as one process had, so a step sees $N$ times as much. The aim is more data per second.
+# - *growing batch*: each rank has a batch of the same size as one process had, so a step trains on $N$ times as many samples. The aim is more samples per second.
 
 # %% tags=["hide-input", "measured"]
 # Measures steps of layers that sleep, on 1 to 8 ranks
@@ -797,7 +794,7 @@ for growing in (False, True):
         )
 
 # %% [markdown]
-# The table has both cases. The fixed batch soon stops gaining.
+# With a fixed batch more ranks soon stop helping.
 
 # %% tags=["hide-input", "measured"]
 # Table: steps and throughput, predicted and measured
@@ -811,13 +808,13 @@ for growing in (False, True):
         cells = f"{1e3 * p:.0f}", f"{1e3 * m:.0f}", off, f"{gain:.1f} x"
         rows.append((case, size, *cells))
 head = ["case", "ranks", "predicted (ms)", "measured (ms)", "difference (%)"]
-show.table(rows, [*head, "samples per second, of one rank's"])
+show.table(rows, [*head, "samples/s, relative to one rank"])
 
 # %% [markdown]
-# The picture has the same numbers, and beside them those of a wire that takes no time.
+# The picture has the same numbers, and the times of an infinitely fast wire.
 
 # %% tags=["hide-input", "measured"]
-# Draws the step's time against the number of ranks
+# Plots the step's time against the number of ranks
 figure, axes = plt.subplots(figsize=(6.2, 3.3))
 sizes = [1, 2, 4, 8]
 ideal = {
@@ -849,11 +846,11 @@ show.figure(
 
 
 # %% [markdown]
-# With a fixed batch the time of computing shrinks as $1/N$, while the wire's time *grows* towards $2S\beta$. Once the wire takes longer than computing, more ranks make the step slower.
-# With a growing batch every rank computes as long as before, and backward still hides the wire's time.
+# With a fixed batch the time of computation shrinks as $1/N$, while the wire's time *grows* towards $2S\beta$. Once the wire takes longer than the computation, more ranks make the step slower.
+# With a growing batch every rank computes as long as before, and backward still overlaps the wire's time.
 # This is why data-parallel jobs train with large batches; how large a batch may be before the model learns less per sample is another question {cite}`goyal2017imagenet`.
 #
-# ## PyTorch's DistributedDataParallel beside ours
+# ## PyTorch's DistributedDataParallel compared with ours
 #
 # `torch.nn.parallel.DistributedDataParallel` is used in the same way, and does the same three steps in C++.
 #
@@ -861,7 +858,7 @@ show.figure(
 # |---|---|---|
 # | wrap | `DataParallel(model, group)` | `DistributedDataParallel(model, process_group=group)` |
 # | size of a bucket | `bucket_bytes`, `first_bytes` | `bucket_cap_mb`: 25 MiB, the first 1 MiB |
-# | order of buckets | reverse of the module's | the same, then dealt anew after the first step |
+# | order of buckets | reverse of the module's | the same, then the order of the first step's gradients |
 # | gradients inside the buckets | always | `gradient_as_bucket_view=True`; otherwise one unit of memory more |
 # | parameters without a gradient | always allowed | `find_unused_parameters=True`; otherwise an error in the next step |
 # | accumulate | `no_sync()` around all but the last backward | the same, around forward too |
@@ -908,22 +905,22 @@ show.table(rows, ["two ranks, loopback", "median step (ms)"])
 
 # %% [markdown]
 # The weights are equal bit for bit, and the times nearly equal.
-# [The benchmark](../benchmarks/data_parallel.py) repeats it more often, on two and four ranks and on the slow link, beside the least time that computing and wire allow.
+# [The benchmark](../benchmarks/data_parallel.py) repeats this comparison on two and four ranks and on the slow link, with the least time that computation and wire allow.
 #
-# ## Data: who sees what
+# ## Data: DistributedSampler and set_epoch
 #
 # Each rank must see its own share of every epoch.
-# `DistributedSampler` deals the indices out in turn: rank $r$ gets numbers $r$, $r+N$, $r+2N$, … of a shuffled list.
+# `DistributedSampler` distributes the samples in turn: rank $r$ gets the samples $r$, $r+N$, $r+2N$, … of a shuffled list.
 # All ranks shuffle with the same seed, so they have the same list without a message.
 #
 # ![Ten samples dealt to four ranks in turn, in another order in epoch 1 than in epoch 0. Twelve places have to be filled, so two samples appear a second time.](../figures/data_parallel_sampler.svg)
 #
 # Two lines are easily forgotten: the sampler itself, and `set_epoch`, which changes the seed from epoch to epoch.
-# The table counts, for 4 ranks and 1,000 windows, which windows are seen in an epoch, and how many have the same place in the next.
+# The table counts, for 4 ranks and 1,000 windows, the different windows used in an epoch, and the windows with the same place in the next epoch.
 
 # %%
 def count_seen(sampler, set_epoch, epoch, N=4, windows=1000):
-    """The windows that each of N ranks sees in an epoch, 250 each."""
+    """Return the windows that each of N ranks gets in an epoch, 250 each."""
     orders = []
     for rank in range(N):
         place = (N, rank) if sampler else (1, 0)
@@ -939,11 +936,11 @@ def count_seen(sampler, set_epoch, epoch, N=4, windows=1000):
 # :row: no DistributedSampler
 # :column: different windows seen, of 1000
 #
-# Four ranks share 1,000 windows of text. How many different ones do they see in an epoch without the sampler?
+# Four ranks share 1,000 windows of text. How many different windows do they use in an epoch without the sampler?
 # ```
 
 # %% tags=["hide-input"]
-# Table: windows seen in an epoch, with each line and without it
+# Table: windows used in an epoch, with each line and without it
 rows = []
 for name, sampler, set_epoch in (
     ("both", True, True),
@@ -963,17 +960,17 @@ show.table(
 
 # %% [markdown]
 # Without the sampler all four ranks compute the same: the averaged gradient is that of a single rank.
-# Nothing fails, and the ranks' weights are equal. The only trace is that the loss falls as slowly as with one rank.
+# No error is raised, and the ranks' weights are equal. The only symptom is that the loss falls as slowly as with one rank.
 # Without `set_epoch` every epoch has the same batches in the same order.
 #
 # When the number of ranks does not divide the number of samples, the sampler repeats some, so that all ranks have equally many (`drop_last=True` leaves some out instead).
-# For training that is fine. In an evaluation repeated samples count twice.
+# In training this does little harm. In an evaluation repeated samples count twice.
 #
 # ### Loss, printing, saving
 #
 # A rank's loss is the loss of its own share. The number to report is the average over the ranks, an all-reduce of one scalar.
 # Rank 0 alone prints and writes files. If *computing* what it prints needs an all-reduce, all ranks have to take part in it.
-# So in the loop the printing and the saving are under the `if`, and the all-reduce is not.
+# So in the loop printing and saving are inside `if rank == 0`, and the all-reduce is outside.
 
 # %%
 def train_and_save(folder):
@@ -1011,15 +1008,15 @@ print("in one process, from the file: loss", round(value, 1))
 
 
 # %% [markdown]
-# So a single process, which knows nothing of ranks, can load the file.
+# So a single process without ranks can load the file.
 #
 # ## What goes wrong
 #
-# Each of these has been seen in real code, with the trace that it leaves.
+# Each of these mistakes is from real code.
 #
-# ### The hook that averages the wrong thing
+# ### A hook that averages the parameter, not its gradient
 #
-# `register_post_accumulate_grad_hook` hands the hook the *parameter*. Its gradient is `parameter.grad`.
+# `register_post_accumulate_grad_hook` passes the *parameter* to the hook. The gradient is `parameter.grad`.
 # At least one widely read tutorial has averaged the parameter itself.
 
 # %%
@@ -1058,12 +1055,12 @@ show.table(rows, ["the hook averages", *(f"drift after step {i}" for i in range(
 
 
 # %% [markdown]
-# Every backward averages the weights, in the middle of computing with them. Every step then makes them differ by about twice the learning rate.
-# The loss falls all the same. `measure_drift` finds it in one line: call it once after the first step of every new job.
+# The wrong hook averages the weights during backward, which still computes with them. Every step then makes the ranks' weights differ by about twice the learning rate.
+# The loss falls nevertheless. `measure_drift` finds the mistake: call it once after the first step of every new job.
 #
 # ### Averaging means of unequal batches
 #
-# The last batch of an epoch is short on some ranks. An average of the ranks' own means gives each *rank* the same weight, where each *sample* should have it.
+# The last batch of an epoch is short on some ranks. An average of the ranks' own means gives each *rank* the same weight, but each *sample* should have the same weight.
 
 # %%
 def short_batch(joined):
@@ -1086,7 +1083,7 @@ def short_batch(joined):
 
 
 # %% tags=["hide-input"]
-# How far the gradient is off, with the ranks' means and with scale_for_global_mean
+# The gradient's error, with the ranks' means and with scale_for_global_mean
 naive, right = (ranks.run(short_batch, 4, joined)[0] for joined in (False, True))
 assert naive > 0.05 and right < 1e-5  # float32 has seven digits
 print(f"average of the ranks' means: the gradient is off by {100 * naive:.0f} %")
@@ -1094,7 +1091,7 @@ print(f"scale_for_global_mean:       off by less than {1e-3} %")
 print(f"weight of the lone window:   {1 / 4:.3f} instead of {1 / 19:.3f}")
 
 # %% [markdown]
-# With language models this happens in every step: padding and packing give every rank another number of *tokens*.
+# With language models this happens in every step: padding and packing give every rank a different number of *tokens*.
 # The remedy is `scale_for_global_mean`: it sums the local losses, and divides by the number of tokens of all ranks.
 
 # %%
@@ -1154,10 +1151,10 @@ print(
 )
 
 # %% [markdown]
-# ### The device of the second node
+# ### Choosing the GPU by `RANK`: an error on the second node
 #
-# `RANK` counts over all nodes, but a GPU's number only within its node; so does `LOCAL_RANK`.
-# Which of these work on two nodes with four GPUs each?
+# `RANK` counts over all nodes. GPUs are numbered within a node, and so is `LOCAL_RANK`.
+# Which ranks work on two nodes with four GPUs each?
 
 # %% tags=["hide-input"]
 # Table: the device by RANK and by LOCAL_RANK
@@ -1170,10 +1167,10 @@ show.table(rows, ["RANK", "node", "by RANK", "outcome", "by LOCAL_RANK"])
 
 
 # %% [markdown]
-# On one node both are right, so the mistake shows only in the first job on two nodes.
+# On one node `RANK` and `LOCAL_RANK` are equal, so the mistake shows only in the first job on two nodes.
 # One variant raises no error: `torch.device("cuda")` without a number puts every rank of a node on `cuda:0`, and the job runs, four times slower, until memory is full.
 #
-# ### Going round the wrapper
+# ### Calling `model.module` instead of the DDP wrapper
 #
 # `model.module(x)` computes the same as `model(x)`. But torch's DDP prepares its exchange of gradients in its own `forward`: a training step that calls `model.module` sends nothing, and raises no error.
 
@@ -1192,7 +1189,7 @@ def drift_with(wrap):
 
 
 # %% tags=["hide-input"]
-# Drift after three steps round the wrapper, torch's and ours
+# Drift after three steps without the wrapper, torch's and ours
 torchs = ranks.run(drift_with, 2, DistributedDataParallel)[0]
 ours = ranks.run(drift_with, 2, lambda model: DataParallel(model, dist.group.WORLD))[0]
 assert torchs > 1e-3 and ours == 0.0  # a step of AdamW is about 1e-3
@@ -1203,9 +1200,9 @@ print(
 
 
 # %% [markdown]
-# ### Failure lab
+# ### A rank that skips an all-reduce, and ranks with different models
 #
-# **A rank skips a bucket**, say because of a condition that only it fulfils. Its part of the all-reduce never comes.
+# **A rank skips a bucket**, for example under a condition that is true only on that rank. It never joins the bucket's all-reduce.
 
 # %%
 def skips_one():
@@ -1221,9 +1218,9 @@ def skips_one():
 
 
 # %% tags=["hide-input"]
-# Runs it on two ranks, and shows what the launcher says
+# Runs it on two ranks, and prints the launcher's message
 def catch_failure(fn):
-    """Run `fn` on two ranks, print what came of it, and say which ranks were named."""
+    """Run `fn` on two ranks, print its errors, and return the ranks that they name."""
     try:
         ranks.run(fn, 2, timeout=4, own_processes=True)
     except ranks.RankError as error:
@@ -1236,8 +1233,8 @@ assert catch_failure(skips_one) == [1]
 
 
 # %% [markdown]
-# In a real job rank 1 would not return but go on to its next step.
-# There its bucket 0 would be added to the others' last bucket, or all would wait until the timeout, ten minutes with nccl.
+# In a real job rank 1 would not return but continue with its next step.
+# Its next bucket 0 would be added to the other ranks' last bucket, or all ranks would wait until the timeout, ten minutes with nccl.
 #
 # **The ranks built different models.** Without a check, the broadcast at the start would hang, or write one tensor's values into another. `DataParallel`, like torch's DDP, compares shapes first, and raises an error on every rank.
 
@@ -1253,39 +1250,39 @@ def different_models():
 
 
 # %% tags=["hide-input"]
-# Runs it on two ranks, both of which are to refuse
+# Runs it on two ranks, which must both raise an error
 assert ranks.run(different_models, 2) == ["refused", "refused"]
 
 # %% [markdown]
 # ````{admonition} Checked: "a rank without a gradient can skip the all-reduce"
 # :class: checked
 #
-# It cannot: that is the first failure of this lab. It takes part with zeros.
-# The zeros count in the average: where one of two ranks used a layer, both get *half* of that rank's gradient. That is right, since it is the gradient of the joined mean.
+# It cannot, as the skipped bucket above shows; it must take part with zeros.
+# The zeros count in the average: if one of two ranks used a layer, both get *half* of that rank's gradient. Half is right: it is the gradient of the joined mean.
 # A row of [the contract table](../tests/rows.py) compares it with one process.
 # ````
 #
 # ## When to use it
 #
-# | for | against |
+# | advantages | disadvantages |
 # |---|---|
-# | The model is not touched: one line wraps it | The whole model and its optimizer must fit on one GPU: 4 units on every rank (measured above), 16 bytes per parameter |
-# | Backward hides the wire's time: at 1 Gbit/s a step takes about 0.7 of the time | No gain where cores do the copying: about 1.0 on loopback |
-# | Bytes per rank stay below $2S$, however many ranks | A fixed batch stops gaining: here beyond 2 to 4 ranks, when the wire exceeds backward |
-# | Equal to one process but for rounding; on two ranks equal to DDP bit for bit | All wait for the slowest: a rank that takes 0.1 s longer costs each of the others 0.1 s, in every step |
+# | The model's code does not change: one line wraps the model | The whole model and its optimizer must fit on one GPU: 4 units on every rank (measured above), 16 bytes per parameter |
+# | Backward overlaps the wire's time: at 1 Gbit/s a step takes about 0.7 of the time | Overlap gains nothing if cores do the copying: about 1.0 on loopback |
+# | Bytes per rank stay below $2S$, however many ranks | With a fixed batch more ranks stop helping: here beyond 2 to 4 ranks, when the wire takes longer than backward |
+# | Results equal those of one process up to rounding; on two ranks they equal DDP's bit for bit | All ranks wait for the slowest: 0.1 s on one rank costs all ranks 0.1 s, in every step |
 #
-# In a real job, these show that it is set up right:
+# In a real job, four checks show that data parallelism is set up right:
 #
 # - `measure_drift` is 0 after the first step;
-# - the throughput with $N$ ranks is near $N$ times that of one;
+# - the throughput with $N$ ranks is near $N$ times that of one rank;
 # - each rank sends $2\frac{N-1}{N}$ times the gradients' size per *step*, not per micro-batch;
 # - the loss of step 1 on $N$ ranks equals that of one process on the joined batch.
 #
 # ```{admonition} On more GPUs
 # :class: note
 #
-# Here the link is emulated, and the ranks compute on the same cores. So you see waiting overlapped, not copying.
-# A second GPU would show the overlap of real jobs: nccl's all-reduce beside backward's kernels, and how many processors and how much memory bandwidth it takes from them.
+# Here the link is emulated, and the ranks compute on the same cores. So only waiting is overlapped here, not copying.
+# A second GPU would show the overlap of real jobs: nccl's all-reduce takes processors and memory bandwidth from backward's kernels.
 # Gradients, buckets and bytes would be the same.
 # ```
 #
@@ -1313,7 +1310,7 @@ check(answer, "ddp_bytes")
 # :class: dropdown
 # ```
 #
-# Seven eighths go out in the reduce-scatter, and seven eighths in the all-gather.
+# Each rank sends seven eighths of the gradients in the reduce-scatter, and seven eighths in the all-gather.
 
 # %%
 answer = 2 * 7 / 8 * 4 * 124e6
@@ -1343,7 +1340,7 @@ check(answer, "overlap_floor")
 # :class: dropdown
 # ```
 #
-# The wire starts with backward, and takes longer than it.
+# The wire can start when backward starts, and takes longer than backward.
 
 # %%
 answer = 0.04 + max(0.05, 0.10)
@@ -1359,7 +1356,7 @@ check(answer, "overlap_floor")
 # ```
 #
 # `average_gradients` leaves zeros where no rank had a gradient, and AdamW's weight decay then moves a layer that does not move in one process.
-# Write it so that this does not happen: a parameter that *some* rank used gets the average, one that *no* rank used keeps `grad=None`.
+# Write an `average_gradients` that avoids this: a parameter that *some* rank used gets the average; a parameter that *no* rank used keeps `grad=None`.
 # Some parameters are frozen.
 
 # %%
@@ -1379,7 +1376,7 @@ check(my_exact_average)
 # :class: dropdown
 # ```
 #
-# One more all-reduce counts who has a gradient, for all parameters at once. All ranks learn the same, so they leave out the same.
+# One more all-reduce counts, for all parameters at once, the ranks that have a gradient. All ranks get the same counts, so they skip the same parameters.
 
 # %%
 def my_exact_average(module, group):
@@ -1405,7 +1402,7 @@ check(my_exact_average)
 # :label: ex-data-parallel-joined
 # ```
 #
-# `DataParallel` averages gradients over the ranks. Return this rank's loss such that the result is the gradient of the mean over *all* samples of all ranks.
+# `DataParallel` averages gradients over the ranks. Return a loss for this rank such that the averaged gradient is the gradient of the mean over *all* samples of all ranks.
 # `loss_sum` is the sum over this rank's `samples` samples.
 
 # %%
@@ -1425,7 +1422,7 @@ check(my_joined_loss)
 # :class: dropdown
 # ```
 #
-# The sum of all losses over all samples, times $N$ because the average divides by it once more.
+# Divide the rank's sum of losses by the number of all ranks' samples, and multiply by $N$, because the average divides by $N$.
 
 # %%
 def my_joined_loss(loss_sum, samples, group):
@@ -1445,8 +1442,8 @@ check(my_joined_loss)
 # :label: ex-data-parallel-accumulate
 # ```
 #
-# Run backward on every micro-batch, so that the gradients end as those of the mean over all micro-batches of all ranks, and every bucket is sent once.
-# `model` is a `DataParallel`; `loss_of(micro_batch)` puts a micro-batch through it and returns its mean loss. All micro-batches are of one size.
+# Run backward on every micro-batch, so that the result is the gradient of the mean over all micro-batches of all ranks, and every bucket is sent once.
+# `model` is a `DataParallel`; `loss_of(micro_batch)` runs the model on a micro-batch and returns the mean loss. All micro-batches are of one size.
 
 # %%
 def my_accumulate(model, loss_of, micro_batches):
@@ -1465,7 +1462,7 @@ check(my_accumulate)
 # :class: dropdown
 # ```
 #
-# All but the last backward are inside `no_sync()`. The last one sends the sum.
+# Run every backward but the last inside `no_sync()`; the last backward sends the sum.
 
 # %%
 def my_accumulate(model, loss_of, micro_batches):
@@ -1487,8 +1484,8 @@ check(my_accumulate)
 # :label: ex-data-parallel-micro-batches
 # ```
 #
-# On `n` ranks a ring all-reduces `size` bytes of gradients over links of `bandwidth` bytes per second. A micro-batch takes `forward` and `backward` seconds, and fills the memory. All but the last micro-batch of a step run inside `no_sync()`; the last backward hides as many seconds of the all-reduce as it lasts.
-# Return the least number of micro-batches with which ranks wait for at most `fraction` of the step. Latency and the first bucket's backward do not count.
+# On `n` ranks a ring all-reduces `size` bytes of gradients over links of `bandwidth` bytes per second. A micro-batch takes `forward` and `backward` seconds, and fills the memory. All but the last micro-batch of a step run inside `no_sync()`; the last backward overlaps the all-reduce for as long as it runs.
+# Return the least number of micro-batches with which ranks wait for at most `fraction` of the step. Ignore latency and the first bucket's backward.
 
 # %%
 def my_micro_batches(size, n, bandwidth, forward, backward, fraction):
@@ -1507,9 +1504,9 @@ check(my_micro_batches)
 # :class: dropdown
 # ```
 #
-# The ranks wait for the $w$ seconds that the all-reduce takes longer than one backward, however many micro-batches there are.
+# The all-reduce takes $w$ seconds longer than one backward, and the ranks wait for $w$ seconds per step, however many micro-batches there are.
 # With $m$ micro-batches of $f$ seconds of forward and $b$ of backward, waiting is $w / (w + m (f + b))$ of the step.
-# So a slow link needs a larger batch, for which the learning rate has to be chosen anew.
+# So a slow link needs a larger batch, and a larger batch needs another learning rate.
 
 # %%
 def my_micro_batches(size, n, bandwidth, forward, backward, fraction):
@@ -1530,15 +1527,15 @@ check(my_micro_batches)
 #
 # - Every rank holds the whole model; averaged gradients keep the copies equal, and equal to one process on the joined batch.
 # - The average is right because a loss is a mean; with unequal batches, divide by the count of all ranks together.
-# - Buckets save latency, hooks hide waiting; neither saves bytes or memory.
+# - Buckets save latency, and hooks overlap communication with backward; neither saves bytes or memory.
 # - A rank sends $2\frac{N-1}{N}S$ bytes per step, whatever the batch; so give each rank a batch whose backward takes longer than the sending.
-# - Every rank takes part in every all-reduce, in the same order, with or without a gradient.
+# - Every rank calls every all-reduce, in the same order, with or without a gradient.
 # - Most mistakes raise no error: check `measure_drift`, traffic, and the first loss.
 #
 # ## Further reading
 #
 # - {cite:t}`li2020ddp`: the design that this lesson rebuilds, with measurements on up to 256 GPUs; sections 3.2.1 to 3.2.4 are steps 1 to 3 and `no_sync`.
-# - {cite:t}`sergeev2018horovod`: the ring all-reduce reaches deep learning; its fusion buffer is the bucket.
+# - {cite:t}`sergeev2018horovod`: the ring all-reduce in deep learning; its fusion buffer is a bucket.
 # - {cite:t}`goyal2017imagenet`: large batches, learning rates that grow with them, and a list of pitfalls that overlaps with the one above.
 # - {cite:t}`patarasuk2009ring`: why no all-reduce sends less than $2\frac{N-1}{N}S$.
-# - {cite:t}`rajbhandari2020zero`: what to do about the copies.
+# - {cite:t}`rajbhandari2020zero`: ZeRO, which divides the copies' states.

@@ -228,7 +228,7 @@ for strategy in ("ddp", "fsdp2"):
 # %% [markdown]
 # ## The wrapper: gradients averaged
 #
-# `DistributedDataParallel` wraps the model and averages the gradients while backward computes them ([how](data_parallel.md#step-3-send-while-backward-still-runs)).
+# `DistributedDataParallel` wraps the model and averages the gradients while backward computes them ([how](data_parallel.md#step-3-overlap-sending-during-backward)).
 
 # %% tags=["hide-input"]
 # Compares the wrapped model with one process

@@ -45,7 +45,8 @@ add_number("gemm_pays", _SIDE, rel_tol=0.02,
        success="Right: n = 2000, and the number of ranks cancels.", hints={
     2 * _SIDE: "You count a multiply-add as one operation, or 4 bytes per entry: it is 2 n^3 "
     "operations, and 2 bytes.",
-    _SIDE * 7 / 8: "Both sides lose an eighth: 7/8 of the compute is saved, 7/8 of C is received.",
+    _SIDE * 7 / 8: "Both sides lose an eighth: 7/8 of the compute is saved, "
+    "7/8 of C is received.",
 })  # fmt: skip
 
 

@@ -658,7 +658,7 @@ show.figure(
 # ## From bytes to seconds: the roofline
 #
 # The formula assumes that a rank with a $t$-th of the work needs a $t$-th of the time.
-# In fact its time depends also on the bytes that it reads from its own memory.
+# Its time depends also on the bytes that it reads from its own memory.
 # Every byte of an operation moves between memory and arithmetic units, and for many operations that takes longer than the arithmetic.
 #
 # The *arithmetic intensity* of an operation is its FLOP (floating-point operations) for each byte moved. A machine's FLOP/s are at most

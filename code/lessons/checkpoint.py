@@ -19,18 +19,18 @@
 # After this lesson you can
 #
 # - save a sharded run on four ranks, resume it on two or on one, and show that only rounding differs;
-# - say what belongs into a checkpoint besides the weights, and what each missing part costs;
-# - save so that a kill at any moment leaves the last good checkpoint, and so that damaged files are refused;
+# - say what a checkpoint must hold besides the weights, and what happens if a part is missing;
+# - save so that the last good checkpoint survives a kill at any moment, and that loading detects damaged files;
 # - compute how often to save, how many bytes that writes, and what saving in the background gains;
-# - load a model of Hugging Face's hub into any layout, and write it back bit for bit.
+# - load a model from Hugging Face's hub into any layout, and write it back unchanged.
 #
-# Most models here are sharded by `fully_shard`, PyTorch's own ZeRO-3. That is, each rank holds some rows of every weight, its *shard*.
+# Most models here are sharded by `fully_shard`, PyTorch's ZeRO-3: each rank holds some rows of every weight, its *shard*.
 #
 # What can go wrong?
 # A job saves with PyTorch's `torch.distributed.checkpoint` into one folder, over the last checkpoint, and is killed while it writes.
 # The folder then loads without an error.
 # Half of the weights in it are of step 100, and half of step 200.
-# You will see that [below](#one-folder-for-all-saves), and how one rename prevents it.
+# [Below](#one-folder-for-all-saves) you reproduce this accident, and see how one rename prevents it.
 
 # %% tags=["hide-input"]
 # Imports, and the small models that the cells train
@@ -160,11 +160,11 @@ def flip_bit(path):
 
 
 # %% [markdown]
-# ## How long a job lives
+# ## Mean time between failures
 #
 # Llama 3's largest model trained on 16,384 GPUs. In 54 days there were 419 interruptions that nobody had planned {cite}`dubey2024llama3` (section 3.3.4).
-# One failed GPU stops all of them, because every step needs every rank.
-# If GPUs fail as often in a job of another size, how long does it run between two interruptions?
+# One failed GPU stops the whole job, because every step needs every rank.
+# If GPUs fail at the same rate in a job of another size, how long does this job run between two interruptions?
 
 # %%
 gpu_hours = 16_384 * 54 * 24 / 419  # hours of one GPU, for each interruption
@@ -181,14 +181,14 @@ show.table(rows, head)
 
 # %% [markdown]
 # Eight GPUs usually run a month without an interruption. A thousand never do.
-# A job of 16,384 that saves nothing begins again every three hours, and never gets further.
+# A job on 16,384 GPUs that saves nothing begins again every three hours, and makes no progress.
 # If it saves every hour, an interruption costs half an hour's work of 16,384 GPUs, on average.
 #
-# ## What belongs into a checkpoint
+# ## What a checkpoint contains
 #
 # A checkpoint needs everything on which the next step depends:
 #
-# | part | of what size | what happens without it |
+# | part | size | what happens without it |
 # |---|---|---|
 # | weights | 4 bytes per parameter in float32 | no training at all |
 # | AdamW's two averages, its step counter | 8 bytes per parameter | the next step moves every weight too far: [measured below](#forgetting-the-optimizer) |
@@ -200,16 +200,16 @@ show.table(rows, head)
 #
 # ## Every rank writes its shards
 #
-# A model with its optimizer can be larger than one machine's memory. So nothing is gathered: each rank writes the shards that it holds, and an index says which part of which tensor is in which file.
-# A rank that loads finds in the index what it has to read.
+# A model with its optimizer can be larger than one machine's memory. So no rank gathers them: each rank writes its own shards, and an index says which part of which tensor is in which file.
+# When ranks load, each finds in the index the files and rows that it needs.
 #
 # ![Four ranks each write their quarter of all tensors into a file of their own, beside an index. Later two ranks read: rank 0 the files of ranks 0 and 1, rank 1 those of ranks 2 and 3, and each holds half of all tensors.](../figures/checkpoint_shards.svg)
 #
 # ## The plain version: shards, an index, overlaps
 #
 # Let each rank hold some rows of every tensor. `shards` has them by name: the number of the first row, and the rows themselves.
-# To save, each rank writes one file, and its line of the index.
-# To load, each rank goes through all lines, and copies the rows that are both in that file and in its own new shard.
+# To save, each rank writes one file and one line of the index.
+# To load, each rank reads all lines, and copies from each file the rows that belong to its own new shard.
 
 # %%
 def save_plain(folder, shards, step):
@@ -238,8 +238,8 @@ def load_plain(folder, shards):
 # %% [markdown]
 # No rank reads more than it needs (with `mmap` only what is copied is read from the disk), and it does not matter how many ranks wrote.
 #
-# The folded cell has a small trainer, which cuts a GPT's weights and AdamW's averages by rows.
-# Every rank computes the gradient of the whole batch. So its sums are made in the same order on any number of ranks.
+# The folded cell has a small trainer, which shards a GPT's weights and AdamW's averages by rows.
+# Every rank computes the gradient of the whole batch, so the sums have the same order on any number of ranks.
 
 # %% tags=["hide-input"]
 # Trains a GPT whose weights and averages are cut by rows over all ranks
@@ -318,7 +318,7 @@ print("losses of steps 4 to 6 on three ranks:", went_on[3][0])
 # One process that makes all six steps without a stop gets the same losses and the same weights, to the last bit.
 
 # %% tags=["hide-input"]
-# Holds the resumed runs against one process that never stops
+# Compares the resumed runs with one process that never stops
 
 
 def train_in_one_process():
@@ -346,12 +346,12 @@ for size, (found, state) in went_on.items():
 #
 # Three accidents and a delay:
 #
-# - A rank dies when others have already saved over the last checkpoint. Nothing tells new files from old ones.
-# - A bit flips on the disk. Nothing is compared.
+# - A rank dies after others have overwritten their files of the last checkpoint. Nothing distinguishes new files from old ones.
+# - A bit flips on the disk. There is no checksum.
 # - The machine loses power when `save_plain` has returned. The operating system may still have had the files in memory.
 # - Training waits until everything is written.
 #
-# The next cell shows the first two. Every number in the shards is the number of its step; rank 1 dies before it saves step 6. Then a bit flips in another checkpoint.
+# The next cell shows the first two. All elements of the shards equal the step's number; rank 1 dies before it saves step 6. Then a bit flips in another checkpoint.
 
 # %% tags=["hide-input"]
 # Runs the two accidents with the plain version
@@ -436,12 +436,12 @@ show.table(rows, ["accident, two ranks", "plain", "Checkpoints"])
 
 # %% [markdown]
 # The delay is measured [below](#saving-in-the-background).
-# The plain version also leaves out schedules, random state, and tensors that are cut by rows and columns.
+# The plain version also leaves out schedules, random state, and tensors that are sharded by rows and columns.
 #
-# ## The core: a training run under names
+# ## The core: the state of a training run by name
 #
-# For the tensors we use PyTorch's `torch.distributed.checkpoint` (DCP). It does what the plain version does, and more: shards may be cut in several dimensions, the index is one file, and what several ranks hold is written once.
-# It leaves two things to its user: the rest of the state, and the folders.
+# For the tensors we use PyTorch's `torch.distributed.checkpoint` (DCP). It does what the plain version does, and more: tensors may be sharded in several dimensions, the index is one file, and replicated tensors are written once.
+# You have to add two things: the rest of the state, and the folders.
 #
 # `Training` is a run with all its state.
 
@@ -452,19 +452,19 @@ show.source(Training)
 # The position in the data counts samples over *all* ranks: "batch 300 of rank 3" means nothing in a job without a rank 3.
 #
 # The names of tensors contain neither ranks nor wrappers: `model.norm.weight`, `optimizer.norm.weight.exp_avg`.
-# So a plain, a replicated and a sharded model have the same checkpoint, and each reads what another wrote.
-# The course's own [ZeRO](zero.md) cuts flat tensors, of many weights in a row, and DCP cannot write such pieces. So one flat tensor at a time is gathered, and each rank keeps some rows of each weight.
+# So a plain, a replicated and a sharded model have the same checkpoint format, and each can load the others' checkpoints.
+# The course's own [ZeRO](zero.md) shards flat tensors that concatenate many weights, and DCP cannot write such shards. So the ranks gather one flat tensor at a time, and each keeps some rows of each weight.
 
 # %%
 show.source(core.named_tensors, core.restore_training)
 
 # %% [markdown]
-# Why `named_tensors` treats a fresh optimizer apart is in a box [below](#forgetting-the-optimizer).
+# A box [below](#forgetting-the-optimizer) says why `named_tensors` handles an optimizer before its first step separately.
 #
-# ## Resumed on other ranks, it equals the run without a stop
+# ## Resuming on another number of ranks
 #
-# The next cell has a `Training`, a run with all its state, make three steps on four ranks, with `fully_shard`, saves, and trains three more.
-# Then four, two and one ranks each build everything anew, load, and train the same three steps.
+# In the next cell a `Training` takes three steps on four ranks, with `fully_shard`, saves, and takes three more.
+# Then jobs on four, two and one ranks each build the model anew, load, and take the same three steps.
 
 # %%
 DTYPES = torch.float32, torch.float64
@@ -495,7 +495,7 @@ after_stop = {
 }
 
 # %% tags=["hide-input"]
-# Holds the losses against the run without a stop, and tabulates them
+# Table: losses of the resumed runs and of the run without a stop
 
 rows = []
 for (size, dtype), losses in after_stop.items():
@@ -512,26 +512,26 @@ head = ["ranks", "type", "losses of steps 4 to 6", "largest difference"]
 show.table(rows, head, caption="Resumed, beside the run without a stop")
 
 # %% [markdown]
-# On four ranks again, the losses are equal bit for bit.
-# On fewer GPUs, or ranks, every tensor that is *read* is still equal bit for bit; [a test](../tests/test_checkpoint.py) compares them all.
+# On four ranks the losses are bitwise equal.
+# On fewer ranks every tensor that is *loaded* is still bitwise equal; [a test](../tests/test_checkpoint.py) compares all tensors.
 # But unlike in the plain version, each rank computes only its share of the batch. On fewer ranks the shares are larger, so gradients are summed in another order.
-# In float64 the difference is as much smaller as its rounding is, so it is only rounding.
+# In float64 the difference shrinks with the rounding error, so rounding is its only cause.
 #
-# ## Nothing is lost
+# ## Saves that survive kills and damage
 #
-# ### One rename makes a save complete
+# ### Atomic saves: one rename
 #
 # A save takes seconds or minutes, and a job can die meanwhile.
 # So a save never touches the last checkpoint.
 # It goes into a new folder whose name begins with `.saving`.
 # When every rank has written, the folder gets its final name.
-# A file system does a rename entirely or not at all: at every moment the checkpoint is complete, or not there.
+# A rename is atomic: at every moment the new checkpoint is complete, or does not exist.
 #
 # ![Timeline of a save. The folder of step 500 stays complete while the ranks write step 600 into a folder whose name starts with .saving. One rename makes it complete. Only then the old one goes. A kill before the rename leaves step 500 as the current checkpoint, a kill after it step 600.](../figures/checkpoint_rename.svg)
 #
 # Two more steps are necessary.
 # `fsync` waits until a file is on the disk: without it the rename may reach the disk first, and a power cut then leaves empty files under a final name.
-# And an old checkpoint is renamed before it is deleted, so that one that is half deleted does not look complete.
+# And an old checkpoint is renamed before it is deleted, so that a half-deleted checkpoint does not look complete.
 
 # %%
 show.source(core.begin_save, core.commit_save, core.prune_checkpoints)
@@ -539,13 +539,13 @@ show.source(core.begin_save, core.commit_save, core.prune_checkpoints)
 
 # %% [markdown]
 # The number at the front of a folder's name counts saves, and the highest is the current checkpoint.
-# Say the loss explodes at step 600, and you resume from step 500: then the current checkpoint is the new step 600, not the old one.
+# Say the loss explodes after step 600, and you resume from step 500: then the current checkpoint is the new step 600, not the old.
 #
-# ### Killed at random moments
+# ### A test: kills at random moments
 #
 # The claim: when `save` has returned, no kill can lose that checkpoint.
 # Two ranks save one step after the other and do nothing else. At a random moment one of them, or both, are killed with `SIGKILL`, which no process can catch.
-# Rank 0 notes each step whose `save` has returned, in the file `killed.promised`.
+# Rank 0 records each step whose `save` has returned in the file `killed.promised`.
 
 # %%
 def save_until_killed(path, victims, delay):
@@ -599,16 +599,16 @@ show.table(rows, [*head, "unfinished saves left"])
 
 
 # %% [markdown]
-# The next save deletes what an unfinished one has left.
+# The next save deletes the files of an unfinished save.
 # [The tests](../tests/test_checkpoint.py) kill ten times at random, also while saving goes on in the background, and then once at *every* operation on a file that a save makes.
 #
-# A power cut is not tested so. Against it only `fsync` helps, and only if the disk really writes when it says so.
-# Object stores have no atomic rename. There, write a small file last, which says what is complete.
+# The tests cannot cut the power. Only `fsync` helps against power cuts, and only if the disk has really written when it reports so.
+# Object stores have no atomic rename. There, write a small file last, which marks the checkpoint as complete.
 #
-# ### Damaged files are refused
+# ### Checksums: damaged files are refused
 #
 # The last file in a folder is its manifest: sizes and checksums of all other files, names and shapes of all tensors, and step and position of the run.
-# This is one, with one of its files and one of its tensors.
+# The cell prints a manifest, with one of its files and one of its tensors.
 
 # %%
 def save_once(path):
@@ -626,7 +626,7 @@ for name, value in manifest.items():
 
 # %% [markdown]
 # `load` checks the files first, then names, shapes, types and parameter groups, and only then changes the model.
-# Why groups? torch tells an optimizer's groups apart by their order alone: two groups in the other order would swap their learning rates.
+# It compares groups because torch identifies them only by their order: two groups in reverse order would swap their learning rates.
 # If one rank finds something wrong, all ranks raise its error (`raise_on_all_ranks`); otherwise the others would wait for it.
 
 # %%
@@ -672,24 +672,24 @@ for name, spoil in (
 try_to_load(FOLDER / "good", nn.Linear(64, 65))
 
 # %% [markdown]
-# A checksum (CRC-32) finds damage. It does not find what somebody changed together with its checksum: for that, sign the manifest, or do not load strangers' checkpoints.
+# A checksum (CRC-32) finds damage. It does not protect against a person who changes a file and its checksum: sign the manifest, or do not load strangers' checkpoints.
 #
 # ## Saving in the background
 #
 # While the ranks write, the GPUs wait.
-# They need not: copy the state in memory, which is fast, and let a thread write the copy while training goes on.
+# To avoid this, copy the state in memory, which is fast, and let a thread write the copy while training continues.
 #
 # ![Two timelines. Saving at once holds training up while everything is written. Saving in the background holds it up while the state is copied in memory; a thread then writes the copy while the next steps run.](../figures/checkpoint_async.svg)
 #
-# DCP does so in `async_save`. Two things have to be added. The thread sends its messages in a process group of its own, so that they cannot meet those of training. And the rename waits until the threads of all ranks are done.
+# DCP does this in `async_save`. Two things have to be added. The thread uses its own process group, so that its messages cannot be mixed with those of training. And the rename waits until the threads of all ranks are done.
 
 # %%
 show.source(Checkpoints.save, Checkpoints._finish_save, Checkpoints._commit_or_discard)
 
 
 # %% [markdown]
-# How long does `save` hold training up? The storage here is slow on purpose: it takes a second to answer.
-# Right after the call the cell sets every weight to zero, since training that goes on would change them, too.
+# How long does `save` block training? The storage here is slow on purpose: it takes a second to answer.
+# Right after the call the cell sets every weight to zero, to show that later training steps do not change the saved copy.
 
 # %%
 class SlowStorage(dcp.FileSystemWriter):
@@ -742,7 +742,7 @@ show.table(rows, ["save", "training held up (s)", "ratio", "weights saved"])
 
 
 # %% [markdown]
-# This costs three things. The copy takes host memory until it is written: 12 bytes for each parameter of this rank.
+# Saving in the background has three costs. The copy takes host memory until it is written: 12 bytes for each parameter of this rank.
 # The thread takes CPU time and bandwidth.
 # And an error in the thread is raised late, by the next `save` or `wait`.
 #
@@ -789,7 +789,7 @@ show.table(rows, [*head, "pieces", "more bytes per piece"])
 # %% [markdown]
 # The difference is a header of one or two kilobytes for each piece of a tensor.
 # It looks large because these models are small: Llama 3 8B has 96 GB to save, in pieces of megabytes.
-# In mixed precision it is as much: the 32-bit weights that the optimizer keeps have to be saved, and the 16-bit ones follow from them.
+# In mixed precision a checkpoint is as large: only the optimizer's 32-bit weights are saved, since the 16-bit weights follow from them.
 #
 # ### How often to save
 #
@@ -848,8 +848,8 @@ show.figure(
 
 
 # %% [markdown]
-# If you do not know $M$ well: twice the best interval costs less than 5 % of the time more. Too short an interval costs more than too long a one.
-# A save that holds training up for less gains twice: each one costs less, so you can save more often, and a failure loses less. Here that is a tenth of all time.
+# If you do not know $M$ well, choose a longer interval: twice the best interval loses less than 5 % more of the time. An interval that is too short costs more than one that is too long.
+# Faster saves help twice: each save costs less, and you can save more often, so that a failure loses less. Here the gain is a tenth of all time.
 #
 # ## PyTorch's library, and others
 #
@@ -867,7 +867,7 @@ show.figure(
 # | names and shapes compared | a missing name or another shape is an error, a name too many is not | all of these, and types, before anything changes |
 # | schedule, step, position, random state | no | `Training` |
 #
-# If several ranks should hold the same and no longer do ([Data parallelism](data_parallel.md) shows how that happens), DCP does not notice: it writes one of them.
+# If replicas have drifted apart ([Data parallelism](data_parallel.md) shows how), DCP does not notice: it writes one of them.
 #
 # To use a model in one process, one file with all of it is simpler.
 # `export_model` gathers the model on rank 0, whose memory must hold it, and writes that file. `torch.load` reads it with `weights_only=True`, which makes tensors and numbers and runs no code.
@@ -902,7 +902,7 @@ print(f"next loss: four ranks {after:.4f}, one process {value:.4f}")
 #
 # On Hugging Face's hub a model is a folder: `config.json` has its shape, and the weights are in `safetensors` files.
 # Such a file begins with a header in JSON: name, dtype, shape and place of each tensor. Then come raw numbers, and no code.
-# So each rank reads just the slices that it is to hold, and nothing is sent.
+# So each rank reads only its own slices, and ranks send nothing.
 #
 # But each kind of model has its own names, and some store matrices transposed or joined.
 # `hub_names.map_tensors` says where in the files each tensor of the course's GPT is:
@@ -1083,7 +1083,7 @@ assert (weight[:32] == 200).all() and (weight[32:] == 100).all()
 #
 # ### Forgetting the optimizer
 #
-# Weights alone are enough to *use* a model, but not to go on training it.
+# Weights alone are enough to *use* a model, but not to continue training.
 # After 120 steps the folded cell resumes twice: with AdamW's state, and with a new AdamW. It measures the loss on text that is not trained on, and how far the first step moves the weights.
 
 # %% tags=["hide-input"]
@@ -1206,7 +1206,7 @@ show.table(rows, head)
 # ### Forgetting the position in the data
 #
 # A run of 60 steps stops after 20 and after 40, and its last 20 steps run on two ranks instead of four.
-# The table has what it sees of the text in three cases: the resumed loader begins at the beginning; each rank has saved a position of its own; the position counts samples of all ranks.
+# The table shows which windows it reads in three cases: the resumed loader starts from the beginning; each rank has saved its own position; the position counts samples of all ranks.
 
 # %% tags=["hide-input"]
 # Lists the windows that each of the three ways reads
@@ -1276,7 +1276,7 @@ assert fraction == 0.25
 
 # %% [markdown]
 # You notice when you load, which may be weeks later.
-# So load a new job's first checkpoint at once, in another process.
+# So load a new job's first checkpoint immediately, in another process.
 #
 # ### Running a stranger's code
 #
@@ -1304,7 +1304,7 @@ except Exception as error:
 # On a full disk the error says how many bytes the save needs, and how many are free; DCP alone says `unexpected pos 704 vs 598` (torch 2.13).
 # The disk needs room for `keep` checkpoints *and one more*: the new one is complete before an old one is deleted.
 #
-# Two jobs that save into one folder would delete each other's checkpoints as too old.
+# Two jobs that save into one folder would delete each other's checkpoints, since each keeps only the newest.
 # So a job locks the folder from its first save to its end. A second job may load from it, but its first save is refused.
 #
 # If the folder is on each node's own disk, it looks right on every node, and none of them has all files. So rank 0 looks for every file before the rename, and names those that it does not see.
@@ -1321,7 +1321,7 @@ except Exception as error:
 # In a job of your own, check four things:
 #
 # - another process has loaded the first checkpoint;
-# - the first loss after resuming is that of the run without a stop;
+# - the first loss after resuming equals the run's without a stop;
 # - the time between two saves is near $\sqrt{2\delta M}$;
 # - the disk has room for one checkpoint more than `keep`.
 #
@@ -1394,7 +1394,7 @@ check(answer, "checkpoint_interval")
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} Whose turn is it (medium)
+# ```{exercise-start} Which windows a rank reads next (medium)
 # :label: ex-checkpoint-windows
 # ```
 #
@@ -1434,7 +1434,7 @@ check(my_windows)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} Write so that no kill hurts (medium)
+# ```{exercise-start} Write a file atomically (medium)
 # :label: ex-checkpoint-write
 # ```
 #
@@ -1477,7 +1477,7 @@ check(my_write)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} Read boxes that others wrote (hard)
+# ```{exercise-start} Load shards in two dimensions (hard)
 # :label: ex-checkpoint-pieces
 # ```
 #

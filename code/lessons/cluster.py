@@ -335,7 +335,7 @@ sessions.show_session("killed", live=False)
 # %% [markdown]
 # Steps 11 and 12 are made twice, because they came after the last save. All losses equal those of a single process.
 # The job lost two steps, and the seconds in which four interpreters imported torch again.
-# Such interruptions come every few hours in a job of a thousand GPUs, as [Checkpoints](checkpoint.md#how-long-a-job-lives) counts.
+# Such interruptions come every few hours in a job of a thousand GPUs, as [Checkpoints](checkpoint.md#mean-time-between-failures) counts.
 #
 # ### Who failed first
 #

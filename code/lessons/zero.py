@@ -20,13 +20,13 @@
 #
 # - say what each of ZeRO's stages shards, and predict to the byte what a rank then holds;
 # - write each stage in some twenty lines, and prove that it computes what one process computes;
-# - predict the bytes that each stage sends, and say when they cost time and when they do not;
+# - predict the bytes that each stage sends, and say when sending costs time;
 # - translate between ZeRO's stages, PyTorch's FSDP2 and DeepSpeed, and recognise the mistakes that raise no error.
 #
 # You need two things from [Collectives](collectives.md): the reduce-scatter and the all-gather.
 #
-# Before you start, a number. A model of 7 billion parameters takes 112 GB during training: 16 bytes for each parameter ([Memory](memory.md)).
-# Eight ranks that train it with data parallelism take 896 GB, and 784 GB of that are copies of the other 112.
+# A model of 7 billion parameters takes 112 GB of states during training: 16 bytes per parameter ([Memory](memory.md)).
+# Eight ranks that train it with data parallelism hold 896 GB; 784 GB of these are copies.
 
 # %% tags=["hide-input"]
 # Imports, and the small GPT that every cell trains
@@ -99,10 +99,10 @@ def max_difference(a, b):
 
 
 # %% [markdown]
-# ## How much of what four ranks hold is copies
+# ## How many bytes data parallelism holds twice
 #
 # Data parallelism makes its ranks equal on purpose: same weights, same averaged gradients, so the same step of the same optimizer.
-# The next cell trains that way on four ranks, and computes a hash of every tensor that each rank then holds: equal tensors have equal hashes.
+# The next cell trains with data parallelism on four ranks, and computes a hash of every tensor that each rank holds: equal tensors have equal hashes.
 
 # %%
 def digest_weights():
@@ -140,33 +140,32 @@ rows.append(
 )
 show.table(
     rows,
-    ["model states", "held by four ranks (MB)", "of it different (MB)"],
+    ["model states", "held by four ranks (MB)", "without copies (MB)"],
     caption=f"{100 * waste:.0f} % are copies",
 )
 
 # %% [markdown]
-# Three quarters of the memory hold copies.
-# With $N$ ranks it is $1 - 1/N$ of the memory.
+# Three quarters of the memory hold copies; with $N$ ranks, $1 - 1/N$ of it.
 #
 # ## Three stages in a picture
 #
-# ZeRO, the *zero redundancy optimizer*, cuts model states into one *shard* for each rank. A rank keeps its own shard alone, except while it computes with the whole {cite}`rajbhandari2020zero`.
-# Stage 1 cuts the optimizer's states, stage 2 the gradients as well, and stage 3 the weights as well.
+# ZeRO, the *zero redundancy optimizer*, cuts model states into one *shard* for each rank. A rank keeps only its own shard, except while it computes with the full tensor {cite}`rajbhandari2020zero`.
+# Stage 1 shards the optimizer's states, stage 2 also the gradients, and stage 3 also the weights.
 # In the picture a shard has the colour of the rank that keeps it.
 #
 # ![What four ranks hold in ZeRO's stages; weights, gradients and optimizer states are cut into four pieces. Stage 0: every rank holds all pieces of all three. Stage 1: of the optimizer states each rank holds its own piece alone. Stage 2: of the gradients, too. Stage 3: of the weights, too.](../figures/zero_stages.svg)
 #
-# It is still data parallelism: every rank has a batch of its own, and computes the whole model on it.
-# What is divided is where numbers are *kept*.
+# ZeRO is still data parallelism: every rank computes the whole model on its own batch.
+# Only the *storage* of the states is divided.
 #
-# The table follows from the picture. As in the paper, a parameter takes 2 bytes of weight, 2 of gradient, and 12 of optimizer: float32 master weight and two moments.
+# The table follows from the picture. As in the paper, a parameter takes 2 bytes of weight, 2 of gradient, and 12 of optimizer state: a float32 master weight and two moments.
 # The last column is from the paper's Figure 1 and Table 1.
 #
 # ```{predict}
 # :row: 1
 # :column: on 64 ranks (GB)
 #
-# A rank without ZeRO holds 16 bytes for each of 7.5 billion parameters. How many GB are left to it in stage 1, on 64 ranks?
+# A rank without ZeRO holds 16 bytes for each of 7.5 billion parameters. How many GB does it hold in stage 1, on 64 ranks?
 # ```
 
 # %% tags=["hide-input"]
@@ -195,20 +194,20 @@ show.table(
 
 
 # %% [markdown]
-# On 4 ranks stage 1 already saves more than half, since the optimizer is 12 of the 16 bytes. With 64 ranks only stage 3 still gets much smaller: what stages 1 and 2 leave whole does not shrink.
+# On 4 ranks stage 1 already saves more than half, since the optimizer is 12 of the 16 bytes. On 64 ranks only stage 3 saves much more: the states that stages 1 and 2 do not shard stay as large as before.
 #
-# ## Each stage in its plainest form
+# ## A minimal version of each stage
 #
 # ### Stage 1: everyone steps a shard
 #
 # If rank $r$ updates only shard $r$ of the weights, it needs only shard $r$ of the averaged gradient.
-# A reduce-scatter gives it just that. After the step an all-gather gives every rank all new weights.
+# A reduce-scatter gives it this shard. After the step an all-gather gives every rank all new weights.
 #
 # ![A step of ZeRO's stage 1 on four ranks. Each rank has gradients of its own batch. A reduce-scatter leaves rank r with piece r of their average. Rank r steps its piece of the weights, and an all-gather gives every rank all four new pieces.](../figures/zero_step.svg)
 #
-# Whole parameters cannot be dealt out evenly: one rank would get the embedding, another a few biases.
-# So all parameters are put side by side in one flat tensor of $P$ elements, and *that* is cut into $N$ shards, wherever the cuts fall.
-# The optimizer is torch's own. The shard is the only parameter that it is given, so it keeps states for the shard alone.
+# Whole parameters cannot be divided evenly among ranks: one rank would get the embedding, another a few biases.
+# So all parameters are concatenated in one flat tensor of $P$ elements, which is split into $N$ equal shards, also in the middle of a parameter.
+# The optimizer is torch's own. Its only parameter is the shard, so it keeps states only for the shard.
 
 # %%
 def stage_1(model, group, steps):
@@ -229,8 +228,8 @@ def stage_1(model, group, steps):
 
 
 # %% [markdown]
-# The measure is one process: it goes through the ranks' parts one after another, adds up their gradients, each divided by $N$, and steps once.
-# After five steps the weights of two ranks equal those of this process bit for bit.
+# The reference is one process: it computes the ranks' shares of the batch one after another, adds up their gradients, each divided by $N$, and steps once.
+# After five steps the weights of two ranks are bitwise equal to those of this process.
 
 # %% tags=["hide-input"]
 # Holds the weights after five steps of a plain version against one process
@@ -269,14 +268,14 @@ check_equal(stage_1)
 
 # %% [markdown]
 # An all-reduce *is* a reduce-scatter and an all-gather ([Collectives](collectives.md)).
-# Stage 1 only puts the optimizer's step between the two. This is why it sends no more bytes than data parallelism.
-# It works because AdamW treats each element by itself. An optimizer that needs a whole matrix, such as Shampoo or Muon, cannot be cut like this.
+# Stage 1 puts the optimizer's step between the two, so it sends no more bytes than data parallelism.
+# This works because AdamW updates each element independently. An optimizer that needs a whole matrix, such as Shampoo or Muon, cannot be sharded like this.
 #
-# ### Stage 2: reduce a gradient when it comes, and drop it
+# ### Stage 2: reduce-scatter each gradient in backward
 #
 # After the reduce-scatter a rank needs only its shard of a gradient.
-# To save memory the reduce-scatter must come early: a hook calls it for each parameter, as soon as autograd has that parameter's gradient.
-# So here each parameter is cut into shards by itself.
+# To save memory the reduce-scatter must start early: a hook calls it for each parameter, as soon as autograd has computed that parameter's gradient.
+# So here each parameter has its own shards.
 
 # %%
 def shard_of(p, group):
@@ -311,12 +310,12 @@ check_equal(stage_2)
 
 
 # %% [markdown]
-# When `backward` returns, no full gradient is left; during it there was never more than one.
+# When `backward` returns, no full gradient is left; during backward there is never more than one full gradient.
 #
 # ### Stage 3: gather before use, free after
 #
 # A layer's weights are needed only while that layer computes, once in forward and once in backward. At all other times its shard is enough.
-# Four hooks see to that. A module's parameters are gathered before its forward, and freed after it. They are gathered again before its backward, and freed when their gradients are there.
+# Four hooks gather and free the weights. A module's parameters are gathered before its forward, and freed after it. They are gathered again before its backward, and freed when their gradients are computed.
 
 # %%
 def stage_3(model, group, steps):
@@ -356,13 +355,13 @@ check_equal(stage_3)
 
 # %% [markdown]
 # Autograd has saved these tensors for backward. They can be freed all the same, because `resize_(0)` gives back only the *storage*.
-# The tensor object stays, and before backward reads it, the next gather has filled it again.
+# The tensor object stays, and the next gather fills it again before backward reads it.
 # No all-gather follows the step: the next forward gathers what it needs.
 #
 # ### What the plain versions leave out
 #
 # All three assume that $N$ divides the sizes of the parameters, and that each parameter gets a gradient.
-# Stage 1 waits for all gradients, copies them into a flat tensor, and divides that into another one: for a moment it holds gradients three times.
+# Stage 1 waits for all gradients, copies them into a flat tensor, and divides by $N$ into another tensor: for a moment it holds all gradients three times.
 # Stages 2 and 3 send a message for each parameter, and wait for each of them: nothing overlaps.
 # The table compares a step of each with the core of the next section, on two ranks with a wire of 1 ms latency.
 
@@ -422,16 +421,16 @@ show.table(
 )
 
 # %% [markdown]
-# The core sends a few flat tensors of any size instead of a message for each parameter, and the rank computes while they are under way.
-# In stage 3 its peak is no higher, although two blocks are whole at a time instead of one layer.
-# Its stages 1 and 2 have the same peak here, because its buckets are larger than this model; [below](#zero-peak) they are smaller.
+# The core sends a few flat tensors of any size instead of a message per parameter, and ranks compute meanwhile.
+# In stage 3 its peak is no higher, although two blocks are gathered at a time instead of one layer.
+# Its stages 1 and 2 have the same peak here, because its buckets are larger than this model; [below](#zero-peak) the buckets are smaller.
 #
 # ## The core
 #
 # ### Flat tensors of any size
 #
 # `FlatParams` puts parameters side by side, as the plain stage 1 does, and pads the tensor with fewer than $N$ zeros, so that all shards have one size.
-# `split_shard` finds what a shard holds of each parameter: these *pieces* are what the optimizer is given.
+# `split_shard` returns the part of each parameter that a shard holds; the optimizer gets these *pieces*.
 # `start_gather`, `wait` and `free_full` do what the plain stage 3 does, but a rank can compute between `start_gather` and `wait`.
 
 # %%
@@ -440,30 +439,30 @@ show.source(zero.FlatParams)
 # %% [markdown]
 # ### Gradients, from autograd to a shard
 #
-# The reduce-scatter of this course sends each shard straight to its owner, who adds up what arrives in the order of the ranks.
-# It sends as many bytes as every reduce-scatter. Because the order is fixed, the sums have the same bits as those of one process, on any number of ranks.
+# The reduce-scatter of this course sends each shard directly to its owner, which adds up the received shards in the order of the ranks.
+# It sends as many bytes as any other reduce-scatter. Because the order is fixed, the sums have the same bits as those of one process, on any number of ranks.
 
 # %%
 show.source(zero.ReduceScatter)
 
 # %% [markdown]
 # `FlatGrads` does for a flat tensor what the hook of the plain stage 2 does for a parameter, in three calls: `add_gradient` when autograd has a gradient, `start_reduce_scatter` when all of them are there, `finish_reduce_scatter` later.
-# Where no rank has a gradient, the piece has to keep `None`, as in one process. `resolve_missing` is called last, and sees to that.
+# If no rank has a gradient, the piece's `grad` has to stay `None`, as in one process. `resolve_missing`, which is called last, does this.
 
 # %%
 show.source(zero.FlatGrads)
 
 # %% [markdown]
-# A `Reducer`, named after the one in torch's DDP, calls these during a backward. Only one reduce-scatter at a time is under way, since each takes memory.
+# A `Reducer`, named after the one in torch's DDP, calls these during a backward. Only one reduce-scatter runs at a time, since each takes memory.
 
 # %%
 show.source(zero.Reducer)
 
 # %% [markdown]
-# ### Stages 1 and 2: buckets that leave early
+# ### Stages 1 and 2: buckets sent during backward
 #
-# `Zero1` deals the parameters into buckets, each a `FlatParams`. Its methods are in the order in which a step calls them.
-# The step does not wait for the all-gather. It starts with the next forward (`_pre_forward`), in which each layer waits for its own weights alone (`_wait_for_params`).
+# `Zero1` divides the parameters into buckets, each a `FlatParams`. Its methods are in the order in which a step calls them.
+# The step does not wait for the all-gather. The all-gather starts in the next forward (`_pre_forward`), in which each layer waits only for its own weights (`_wait_for_params`).
 # As in data parallelism, a bucket is sent while backward still computes the next one (`_on_grad_ready`), and autograd calls `_finalize_backward` when backward is over.
 # Only this course gathers so late. ZeRO's paper and DeepSpeed gather at the end of the step, as the plain version does.
 
@@ -471,13 +470,13 @@ show.source(zero.Reducer)
 show.source(zero.Zero1)
 
 # %% [markdown]
-# Stage 2 changes little: full gradients are not kept. Its last line takes `no_sync` away; the reason is [below](#zero-accumulation).
+# Stage 2 changes little: full gradients are not kept. The last line of `Zero2` disables `no_sync`; the reason is [below](#zero-accumulation).
 
 # %%
 show.source(zero.Zero2)
 
 # %% [markdown]
-# ### Stage 3: the next block is under way
+# ### Stage 3: prefetching the next block
 #
 # The plain stage 3 waits for the wire twice for each layer. Here the model is divided into *units*, by default its blocks, and while one unit computes, the next one is gathered.
 #
@@ -531,9 +530,9 @@ show.source(zero.Zero2)
 # ![Stage 3 through a step, on one rank, with four blocks. While a block computes, the wire gathers the next one's weights, in backward the one before; in the first half of a block's backward it carries the gradients of the block behind. Each block is whole in memory twice, and at most two are whole at a time; the rest of the time it is a shard.](../figures/zero_life.svg)
 #
 # The hooks are those of the plain version, on units, and have the names that FSDP2 gives them: `_pre_forward`, `_post_forward`, `_pre_backward`, `_post_backward`.
-# Those that come before also call `_prefetch_next`. It knows which block comes next because it remembers the order of the last forward.
-# Autograd has no hook for *after backward* of a unit: that moment has come when the gradients of all inputs of the unit are there.
-# Parameters that belong to no unit, here the embedding and the last LayerNorm, are the `rest`: its hooks are those of the whole module. It is gathered once, and stays whole for the step.
+# The two `_pre_` hooks also call `_prefetch_next`, which remembers the order of blocks in the last forward.
+# Autograd has no hook that runs after a unit's backward: this backward is done when the gradients of all the unit's inputs are computed.
+# Parameters that belong to no unit, here the embedding and the last LayerNorm, are the `rest`. Hooks of the whole module gather the rest once, and keep it gathered for the step.
 
 # %%
 show.source(zero.Unit.reduce_gradients, zero.Zero3)
@@ -542,7 +541,7 @@ show.source(zero.Unit.reduce_gradients, zero.Zero3)
 # %% [markdown]
 # ## Five steps equal one process
 #
-# The cell compares every rank's losses with one process, and all weights after five steps of AdamW. Then it does so again with gradients clipped to a norm of 0.5.
+# The cell compares every rank's losses, and all weights after five steps of AdamW, with one process, first without clipping, then with gradients clipped to a norm of 0.5.
 
 # %% tags=["hide-input"]
 # Holds losses and weights of each stage against one process
@@ -601,9 +600,9 @@ show.table(rows, head, caption="Largest differences from one process")
 
 
 # %% [markdown]
-# Zero means the same bits. On four ranks libraries differ by some 1e-6 (FSDP2 [below](#zero-fsdp)), since they add in the order that is fastest.
-# Clipping needs the norm of *all* gradients. Each rank sums the squares of its own shard, and one number is sent.
-# One process adds in another order, so the last digits differ; in float64, which has nine more digits, the difference is smaller by as many.
+# Zero means bitwise equal. On four ranks libraries differ by some 1e-6 (FSDP2 [below](#zero-fsdp)), since they add in the fastest order.
+# Clipping needs the norm of *all* gradients. Each rank sums the squares of its own shard, and one all-reduce adds up these sums.
+# One process adds in a different order, so the last digits differ; in float64, which has nine more digits, the difference is nine digits smaller.
 #
 # The [tests](../tests/test_zero.py) do the same with sizes that do not divide, tied and frozen parameters, layers that only some ranks use, accumulation, and 16-bit weights with float32 masters; and against FSDP2 and DeepSpeed.
 #
@@ -673,13 +672,13 @@ show.table(
 # (zero-peak)=
 # ### Memory: what is not a state
 #
-# A rank holds more than states: activations, and in stage 3 the units that are whole at the moment.
+# Besides states a rank holds activations, and in stage 3 the gathered units.
 #
 # `````{admonition} Checked: "ZeRO-3 divides all 122 GB by 8"
 # :class: checked
 #
-# The example is often told: 7 billion parameters, 112 GB of states, 10 GB of activations, 8 GPUs, so 122 / 8 = 15 GB on each.
-# But activations are those of a rank's *own* batch. No other rank has a copy, so there is nothing to divide: it is 112/8 + 10 = 24 GB.
+# A frequent example: 7 billion parameters, 112 GB of states, 10 GB of activations, 8 GPUs, so 122 / 8 = 15 GB on each.
+# But activations are those of a rank's *own* batch. No other rank has a copy, so there is nothing to divide: each GPU holds 112/8 + 10 = 24 GB.
 # The cell counts what forward saves for backward, in stages 0 and 3.
 # `````
 #
@@ -710,9 +709,9 @@ print(f"7 billion on 8 ranks, stage 3: {total / 1e9:.0f} GB + 10 GB of activatio
 assert plain_ == sharded and total + 10e9 == 24e9
 
 # %% [markdown]
-# What divides activations is a smaller batch, recomputation ([Memory](memory.md)), or another kind of parallelism.
+# Smaller batches, recomputation ([Memory](memory.md)) and other kinds of parallelism reduce activations.
 #
-# You choose how large the units are, and it matters.
+# The size of the units changes the peak.
 #
 # `````{admonition} Checked: "wrap the model, and stage 3 does the rest"
 # :class: checked
@@ -777,8 +776,8 @@ show.table(rows, head)
 # %% [markdown]
 # As one unit, stage 3 has a higher peak than stage 2 with small buckets: 26.8 MB against 23.9 MB.
 # Stage 2 with buckets of 25 MiB has the highest, 31.9 MB: the whole model fits into one such bucket here, so all gradients are there at once, as in stage 1.
-# Units and buckets both decide how much is whole at a time. As one unit, all weights are gathered at once, $4P$ bytes, and all gradients are there before any is sent, another $4P$. With a unit per block, the weights of two blocks are whole, and the gradients of one.
-# These are the bytes held over a step, measured on the larger model of the [figures](../figures/zero.py):
+# Units and buckets decide how many full tensors exist at a time. With one unit, all weights are gathered at once, $4P$ bytes, and all gradients exist before any is sent, another $4P$. With a unit per block, two blocks have full weights, and one has full gradients.
+# The figure shows the bytes held over a step, measured on the larger model of the [figures](../figures/zero.py):
 #
 # ![Measured bytes on one of four ranks over a training step in stage 3. With the whole model as one unit it holds up to 89 MB; with a unit for each block up to 55 MB. The shards of the states alone take 32 MB.](../figures/zero_wrapping.svg)
 #
@@ -791,7 +790,7 @@ show.table(rows, head)
 # - stages 1 and 2 send $2P$: gradients are reduce-scattered, new weights gathered;
 # - stage 3 sends $3P$: weights are gathered in forward and again in backward, gradients reduce-scattered.
 #
-# The cells count, operation by operation, on four ranks.
+# The cells count the bytes of every operation on four ranks.
 
 # %%
 def bytes_sent(model, run):
@@ -858,7 +857,7 @@ show.table(
 
 
 # %% [markdown]
-# Stage 3 sends a little less than $3P$, because what is outside the blocks stays whole between forward and backward.
+# Stage 3 sends a little less than $3P$, because the rest outside the blocks stays gathered between forward and backward.
 # With `reshard=False` weights are kept whole from forward to backward, and nothing is gathered twice.
 #
 # (zero-accumulation)=
@@ -908,11 +907,11 @@ show.table(rows, head, caption="Four micro-batches on four ranks")
 
 # %% [markdown]
 # Stage 2 sends four times the bytes, for a quarter of the gradients' memory.
-# Stage 3 sends gradients as often, and gathers its weights for each micro-batch as well.
+# Stage 3 also sends gradients in every micro-batch, and gathers its weights for each.
 #
 # ### Seconds
 #
-# More bytes need not take more time. Let forward compute for $f$ seconds and backward for $g$, and let the wire take $W$ seconds for one gather of all weights.
+# Sending more bytes does not always take more time. Let forward compute for $f$ seconds and backward for $g$, and let the wire take $W$ seconds for one gather of all weights.
 # Gradients cannot be sent before backward begins, but weights can be gathered while forward computes. If all of this overlaps, a step takes
 #
 # $$
@@ -920,8 +919,8 @@ show.table(rows, head, caption="Four micro-batches on four ranks")
 # $$
 #
 # The next cell measures it with blocks that *sleep* instead of computing, as in [Data parallelism](data_parallel.md): the messages are real, the wire is an emulated one of 80 Mbit/s, and there are two ranks.
-# At the ends of forward and backward the messages of a block or two are not hidden. With $L$ blocks these take $2W/L$ and $3W/L$; the formula leaves them out, the predicted column has them.
-# The last column is the time divided by that of data parallelism, measured in the same run.
+# At the ends of forward and backward the messages of one or two blocks do not overlap with compute. With $L$ blocks they take $2W/L$ (data parallelism) and $3W/L$ (stage 3), which the formula omits and the predicted column includes.
+# The last column is the step time relative to data parallelism in the same run.
 
 # %% tags=["hide-input", "measured"]
 # Table: steps of sleeping blocks on a slow wire, predicted and measured
@@ -1016,18 +1015,18 @@ show.table(rows, [*head, "difference (%)", "of data parallel's"])
 # `````{admonition} Checked: "stage 3 sends 50 % more, so it is 50 % slower"
 # :class: checked
 #
-# It does send 50 % more. Where nearly all of a step is waiting for the wire, first three rows, it also takes about 50 % longer.
-# Where a rank computes for as long as the wire is busy, fourth and fifth row, forward hides the additional bytes: data parallelism sends nothing during forward.
-# Without prefetching they are not hidden: last row.
-# What matters is the ratio of FLOP to bytes. It grows with the tokens that each rank has per step, and does not depend on the model's size, since both are proportional to $P$.
+# It does send 50 % more. If a step mostly waits for the wire (first three rows), it also takes nearly 50 % longer.
+# If a rank computes for longer than it sends (fourth and fifth row), the additional messages overlap with forward, in which data parallelism sends nothing.
+# Without prefetching they do not overlap (last row).
+# The ratio of FLOP to bytes decides. It grows with the tokens that each rank has per step, and does not depend on the model's size, since both are proportional to $P$.
 # `````
 #
 # (zero-fsdp)=
-# ## FSDP2 beside ours
+# ## FSDP2 compared with this course's stage 3
 #
-# FSDP2, `torch.distributed.fsdp.fully_shard`, is stage 3 {cite}`zhao2023fsdp`. It is called for each block, then for the model: that last call makes a unit of the remaining parameters.
-# Where ours has flat pieces, each parameter becomes a `DTensor` sharded by rows; so optimizers and checkpoints see the parameters' own shapes.
-# Give it the mesh, which says over which ranks and on what kind of device. Without one it takes this machine's GPUs, even for a model on the CPU.
+# FSDP2, `torch.distributed.fsdp.fully_shard`, is stage 3 {cite}`zhao2023fsdp`. You call it for each block, then for the model: the last call makes a unit of the remaining parameters.
+# Our stage 3 has flat pieces; in FSDP2 each parameter becomes a `DTensor` sharded by rows, so optimizers and checkpoints see the parameters' own shapes.
+# Pass a mesh: it says which ranks shard, and on which kind of device. Without a mesh FSDP2 uses this machine's GPUs, even for a model on the CPU.
 #
 # This is how a model is wrapped:
 
@@ -1043,7 +1042,7 @@ def with_fsdp(config, per_block=True):
 
 
 # %% [markdown]
-# The table has five steps of the same model with both, on 2 and 4 ranks.
+# The table compares five steps of the same model under both, on 2 and 4 ranks.
 
 # %% tags=["hide-input"]
 # Table: five steps of stage 3 beside FSDP2
@@ -1076,7 +1075,7 @@ show.table(rows, head, caption="Stage 3 beside FSDP2, five steps")
 
 
 # %% [markdown]
-# The states are the same bytes, up to padding and to the four bytes in which AdamW counts the steps of each piece.
+# The states have equally many bytes, except for padding and the four-byte step counter that AdamW keeps per piece.
 # Here are the peaks of the model with 12 blocks.
 
 # %% tags=["hide-input", "measured"]
@@ -1110,7 +1109,7 @@ for name, size in zip(("a unit per block", "one unit"), theirs, strict=True):
 # | units | one call of `fully_shard` each | `auto_wrap_policy` | chosen by itself, with thresholds in elements |
 #
 # `reshard_after_forward=False` and `SHARD_GRAD_OP` are often called ZeRO-2. Like stage 2 they send $2P$, and hold whole weights from forward to backward. Unlike stage 2 they hold only a shard between steps.
-# FSDP2's last call, for the model, behaves like that by default, as our *rest* does.
+# By default the unit of FSDP2's last call, for the model, also stays gathered until backward, like our *rest*.
 # A number for `reshard_after_forward`, say 8, reshards after forward among 8 ranks only, so that the second gather stays within a node.
 # How DeepSpeed is configured, and how its engine differs, is the lesson [DeepSpeed](deepspeed_engine.md).
 #
@@ -1144,18 +1143,18 @@ assert together.endswith("one matrix")
 
 # %% [markdown]
 # Every unit replaces its parameters by shards of its own, so two units make two matrices of one.
-# PyTorch 2.13 checks for this at the first forward. Older versions train two matrices, without a word.
-# The remedy is one call for both modules, `fully_shard([embedding, head])`, or none for either: then both stay in the unit of the model, as in `with_fsdp` above.
+# PyTorch 2.13 checks for this at the first forward. Older versions silently train two matrices.
+# To keep one matrix, call `fully_shard([embedding, head])` once for both modules, or for neither: then both stay in the unit of the model, as in `with_fsdp` above.
 # A policy that wraps every module, or a library that wraps the embedding alone, makes two units, too: accelerate [did until August 2026](https://github.com/huggingface/accelerate/pull/4171).
 #
 # ## What goes wrong
 #
-# Each of these is a mistake that raises no error, or not the right one.
+# These mistakes raise no error, or a misleading error.
 #
 # ### Reading weights outside forward
 #
-# In stage 3 you read an empty tensor. In stages 1 and 2 of this course you read weights that are one step old, which is worse: they are gathered only in the next forward.
-# (DeepSpeed's stages 1 and 2 gather within the step, and have the new ones.)
+# In stage 3 you read an empty tensor. In stages 1 and 2 of this course you read weights that are one step old, which is worse: the new weights are gathered only in the next forward.
+# (DeepSpeed's stages 1 and 2 gather within the step, so you read new weights.)
 
 # %%
 def read_outside():
@@ -1184,7 +1183,7 @@ assert empty == [0] and stale > 5e-4  # a step of AdamW with a learning rate of 
 #
 # ### Building the optimizer before sharding
 #
-# Then the optimizer holds the plain parameters, but the pieces get the gradients.
+# An optimizer that is built before sharding holds the plain parameters, but the pieces get the gradients.
 
 # %%
 def optimizer_first(right):
@@ -1213,7 +1212,7 @@ assert moved[0] == 0.0 < moved[1]
 # ### Clipping by the local norm
 #
 # `torch.nn.utils.clip_grad_norm_` takes the norm of the gradients that it is given. Here these are one rank's shard.
-# So each rank scales by a factor of its own. The next cell trains with SGD, clipped to a norm of 1.
+# So each rank scales by a different factor. The next cell trains with SGD, clipped to a norm of 1.
 
 # %%
 def train_clipped(local):
@@ -1270,7 +1269,7 @@ show.table(rows, head)
 
 # %% [markdown]
 # `measure_drift`, the test of [Data parallelism](data_parallel.md), does not find it: only one rank has a piece, so its copies cannot differ. Only a comparison with one process shows the mistake.
-# The same mistake is possible in all that needs all gradients or weights: a norm in a log, a loss scaler's check for infinities, an optimizer that scales by a layer's norm.
+# The same mistake is possible in everything that needs all gradients or weights: a norm in a log, a loss scaler's check for infinities, an optimizer that scales by a layer's norm.
 # FSDP2's `DTensor`s know that they are shards, and torch's function is right for them.
 #
 # ### Calling the model on some ranks only
@@ -1299,13 +1298,13 @@ else:
 
 
 # %% [markdown]
-# Rank 1 is named because it did *not* call the all-gather. In the middle of training it would not return but go on: then rank 0's gathers for the validation are paired with rank 1's gathers for its next step, and mix their contents.
-# The same happens when one rank has a batch fewer, or generates one token fewer than the others.
+# Rank 1 is named because it did *not* call the all-gather. In a real job rank 1 would continue to train: then rank 0's gathers for the validation are paired with rank 1's gathers for its next step, and mix their contents.
+# The same happens when one rank has one batch fewer, or generates one token fewer than the others.
 # All ranks have to call the model equally often.
 #
 # ### Saving one rank's shard as the model
 #
-# In data parallelism rank 0 saves the model. What is in the file if it does so here?
+# In data parallelism rank 0 saves the model. What does rank 0 save in stage 3?
 
 # %%
 def saved_elements():
@@ -1334,7 +1333,7 @@ show.table(rows, ["saved by rank 0 of 4, stage 3", "elements", "of the model (%)
 
 # %% [markdown]
 # In this course's stage 1 the first way saves all elements, but three quarters of them are one step old, since it gathers late. Nothing fails, and the resumed run is slightly wrong.
-# `full_state_dict` on rank 0 alone hangs, like the validation above. And on every rank it holds the whole model; how to save shards, and load them on another number of ranks, is the lesson [Checkpoints](checkpoint.md).
+# If only rank 0 calls `full_state_dict`, it hangs, like the validation above. It also needs memory for the whole model on every rank; [Checkpoints](checkpoint.md) shows how to save shards, and load them on another number of ranks.
 #
 # ## When to use it
 #
@@ -1345,8 +1344,8 @@ show.table(rows, ["saved by rank 0 of 4, stage 3", "elements", "of the model (%)
 # | stage 3 | $16/N$: any model, with enough ranks | $3P$ instead of $2P$; weights are there only while they are used |
 # | all | the model's code stays as it is | activations stay; a block must still fit and compute on one rank |
 #
-# Take the lowest stage that fits: each next one has more to wait for.
-# In a real job these show that it is set up right: the bytes that a rank holds fall with $N$ as predicted; the peak falls when units get smaller; the gradient norm in the log is the same on all ranks; the first loss equals that of one process.
+# Take the lowest stage that fits: each higher stage waits for more messages.
+# In a real job you see that ZeRO is set up correctly by these signs: the bytes that a rank holds fall with $N$ as predicted; the peak falls when units get smaller; the gradient norm in the log is the same on all ranks; the first loss equals that of one process.
 #
 # ```{admonition} On more GPUs
 # :class: note
@@ -1391,7 +1390,7 @@ check(answer, "zero_bytes")
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} Whose elements? (easy)
+# ```{exercise-start} The elements of a shard (easy)
 # :label: ex-zero-bounds
 # ```
 #
@@ -1475,7 +1474,7 @@ check(my_mixed_step)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} The norm of what nobody has (medium)
+# ```{exercise-start} The global gradient norm (medium)
 # :label: ex-zero-norm
 # ```
 #
@@ -1540,7 +1539,7 @@ check(my_stage)
 # :class: dropdown
 # ```
 #
-# States by stage, and activations undivided beside them.
+# Each rank holds its share of the states, and its undivided activations.
 
 # %%
 def my_stage(params, activations, ranks_, memory_):
@@ -1559,7 +1558,7 @@ check(my_stage)
 # ```{solution-end}
 # ```
 #
-# A last one without a check: 7 billion parameters on 8 ranks of 24 GB fit in stage 3 by `my_stage`, with nothing to spare. What have you left out? (Which units are whole, and what is in the buckets?)
+# A last question without a check: 7 billion parameters on 8 ranks of 24 GB fit in stage 3 by `my_stage`, with nothing to spare. What have you left out? (Which units are whole, and what is in the buckets?)
 #
 # ## Summary
 #

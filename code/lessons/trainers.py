@@ -161,7 +161,7 @@ show.table(rows, ["2 ranks, 10 steps", "losses", "norms before clipping", "weigh
 #
 # ## What a trainer changes without being asked
 #
-# To see these changes, the cell passes the `Trainer` a module that only records its inputs: 8 numbers to train on, and 5 to validate, in batches of 2.
+# The cell passes the `Trainer` a module that only records its inputs: 8 numbers to train on, and 5 to validate, in batches of 2.
 
 # %% tags=["hide-input"]
 # Table: what the Trainer does without being asked

@@ -14,18 +14,18 @@
 # ---
 
 # %% [markdown]
-# # Experts: more parameters than any token sees
+# # Experts: mixture-of-experts layers over many ranks
 #
 # After this lesson you can
 #
-# - compute a layer of experts with its router, and give each rank experts of its own, so that the model trains as in one process;
-# - average the gradients of such a model over the right ranks, and recognise a model where that was not done;
-# - predict what a rank holds and sends, and which ranks wait for which;
-# - keep a router from sending all tokens to the same experts, in two ways, and notice when it does so.
+# - compute a layer of experts with its router, and divide the experts over the ranks, so that the model trains as in one process;
+# - average the gradients of such a model over the right ranks, and recognise a wrong average;
+# - predict the bytes that a rank holds and sends, and which ranks wait for which;
+# - detect a router that sends all tokens to the same experts, and prevent it in two ways.
 #
-# You need one thing from [Collectives](collectives.md): the all-to-all.
+# You need the all-to-all from [Collectives](collectives.md).
 #
-# DeepSeek-V3 has more parameters than Llama 3 405B, and for each token it uses fewer than a tenth as many as Llama does.
+# DeepSeek-V3 has more parameters than Llama 3 405B, and uses fewer than a tenth of Llama's for each token.
 
 # %% tags=["hide-input"]
 # Imports, and the small model and batches that every cell takes
@@ -111,16 +111,16 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# In billions of parameters, all and those used for a token, the papers print 46.7 and 12.9 for Mixtral {cite}`jiang2024mixtral`, 671 and 37 for DeepSeek-V3 {cite}`deepseek2024v3`. (Of the 37.6 above, 0.9 are the embedding, of which a token reads one row.)
+# The papers print these billions of parameters, in all and used for a token: 46.7 and 12.9 for Mixtral {cite}`jiang2024mixtral`, 671 and 37 for DeepSeek-V3 {cite}`deepseek2024v3`. (Of the 37.6 above, 0.9 are the embedding, of which a token reads one row.)
 #
-# ## One network becomes many
+# ## The mixture-of-experts layer
 #
 # Most parameters of a transformer are in its feed-forward networks.
 # A *mixture of experts* has $E$ such networks in a layer, the experts, and a small *router* that sends each token through $k$ of them, those with the highest scores {cite}`shazeer2017moe`.
-# The arithmetic for a token grows with $k$, the number of parameters with $E$.
+# The arithmetic for a token grows with $k$; the number of parameters grows with $E$.
 #
-# The router is one matrix. It gives a token a score for each expert. The outputs of the $k$ chosen experts are multiplied by their scores, divided by the sum of these $k$, and added up.
-# In names of tensors, `T` is tokens, `H` the width of the model, `F` that of an expert, `E` experts, `C` the choices of a token, and `R` rows: a row is one token for one of its experts.
+# The router is one matrix. It gives a token a score for each expert. The $k$ chosen scores are divided by their sum. The layer's output is the sum of the $k$ experts' outputs, each times its score.
+# In names of tensors, `T` is tokens, `H` the model's width, `F` an expert's width, `E` experts, `C` the choices of a token, and `R` rows. A *row* is the hidden state of one token, for one of its experts.
 
 # %%
 def choose_experts(x_TH, router_HE, k=2):
@@ -144,13 +144,13 @@ def run_one_process(x_TH, router_HE, networks):
 
 
 # %% [markdown]
-# Three problems are new, and the rest of the page is about them.
-# All experts have to be *held*: Mixtral uses 13 billion parameters for a token, and needs memory for 47. Tokens have to be *sent* to the ranks of their experts. And experts may be chosen *unevenly*.
+# Three problems are new.
+# All experts have to be *held*: Mixtral uses 13 billion parameters for a token, and needs memory for 47 billion. Tokens have to be *sent* to the ranks of their experts. And experts may be chosen *unevenly*.
 #
-# ## Tokens travel, experts stay
+# ## Expert parallelism: dispatch and combine
 #
 # Each rank has some of the experts, and all other parameters.
-# Each also has tokens of its own, as in data parallelism. For each of its experts a token's row is sent to that expert's rank, and the output is sent back:
+# Each rank also has tokens of its own, as in data parallelism. For each of its experts a token's row is sent to that expert's rank, and the output is sent back:
 #
 # ![A layer of four experts on two ranks with four tokens each. Rank 0's tokens choose experts 2, 0, 2 and 1, rank 1's choose 2, 3, 0 and 2. Each rank sorts its tokens by expert. An all-to-all brings rank 0, which has experts 0 and 1, three rows, and rank 1, which has experts 2 and 3, five. Each expert computes its rows; a second all-to-all brings them back, and each rank puts them into the order of its tokens.](../figures/experts_layer.svg)
 #
@@ -184,7 +184,7 @@ def run_over_ranks(x_TH, router_HE, own):
 
 
 # %% tags=["hide-input"]
-# Holds it against one process, on 1, 2 and 4 ranks
+# Compares the layer's output with one process's, on 1, 2 and 4 ranks
 def compare_plain():
     x_TH, router_HE = draw_normal(0, 64, 32), draw_normal(1, 32, 8)
     up_EHF, down_EFH = draw_normal(2, 8, 32, 64) / 6, draw_normal(3, 8, 64, 32) / 8
@@ -201,38 +201,37 @@ for N in (1, 2, 4):
     print(f"{N} ranks: the layer's output is that of one process")
 
 # %% [markdown]
-# The plain version leaves out three things. Autograd does not see messages, so no gradient is sent back. It needs all ranks of the job, and takes no smaller group. And an expert takes any number of rows.
+# The plain version leaves out three things: a backward (autograd does not see messages), groups smaller than the whole job, and a limit on an expert's rows.
 #
 # ## The module
 #
-# In the package the exchange is an operator with a backward. That is the same exchange with the two lists of sizes swapped: a row's gradient goes to the rank that the row came from.
+# In the package the exchange is an operator with a backward. The backward is the same exchange with the two lists of sizes swapped: a row's gradient goes to the rank that the row came from.
 
 # %%
 show.source(experts.exchange_rows, experts.core._Exchange)
 
 # %% [markdown]
-# `plan_route` says which rows go to which rank. The CPU has to know the sizes of messages, so here, once in each layer, it waits for the GPU.
+# `plan_route` says which rows go to which rank. The CPU has to know the sizes of messages, so it waits for the GPU in this function, once in each layer.
 
 # %%
 show.source(experts.Route, experts.plan_route)
 
 # %% [markdown]
 # `ExpertParallel` takes the router and this rank's experts from the plain layer, `shardlab.gpt.model.Experts`, which is the loop above.
-# An expert computes its rows in the order of ranks, and those of a rank in the order of tokens. That is their order in the whole batch of one process, so sums over tokens in its gradients are added in the same order.
+# An expert's rows are ordered by rank, and within a rank by token. One process has the same order in its batch, so an expert's gradient is summed over tokens in the same order.
 
 # %%
 show.source(experts.ExpertParallel, experts.parallelize)
 
 # %% [markdown]
-# ### Whose gradients are averaged over whom?
+# ### Averaging gradients: experts and other parameters
 #
-# For experts the average is another one than for other parameters.
 # Take four ranks with tokens of their own. Ranks 0 and 1 together have all experts, and ranks 2 and 3 have copies of them.
 #
 # ![Four ranks with tokens of their own; ranks 0 and 1 together have all experts, and so have ranks 2 and 3. Before, each rank's gradients of what all have know its own tokens; an expert's gradient knows the tokens of both ranks of its pair, for they came through the all-to-all. After, what all ranks have is averaged over four ranks; experts 0 and 1 are added up over ranks 0 and 2, experts 2 and 3 over ranks 1 and 3, and divided by four: every gradient knows the tokens of all four.](../figures/experts_gradients.svg)
 #
-# Attention, LayerNorms and routers are the same on all four ranks: their gradients are averaged over four.
-# An expert's gradient already has the tokens of both ranks of its pair, because backward's all-to-alls brought their gradients. Those of the other pair are missing, so it is added up over the two copies. But each of the four losses is a mean over one rank's tokens, so *the sum is divided by four*, and not by two.
+# Attention, LayerNorms and routers are the same on all four ranks, so their gradients are averaged over all four.
+# An expert's gradient already includes the tokens of both ranks of its pair, because backward's all-to-alls brought the rows' gradients. The tokens of the other pair are missing, so the gradient is summed over the two copies. But each of the four losses is a mean over one rank's tokens, so *the sum is divided by four*, and not by two.
 
 # %%
 show.source(experts.average_gradients)
@@ -241,7 +240,7 @@ show.source(experts.average_gradients)
 # %% [markdown]
 # ## Equal to one process
 #
-# After five steps with AdamW, on 1, 2 and 4 ranks and with copies of experts, the losses, the first step's gradients and the weights are those of one process that has all experts.
+# After five steps with AdamW, on 1, 2 and 4 ranks and with copies of experts, the losses, the first step's gradients and the weights equal those of one process that has all experts.
 # The second shape is like DeepSeek's: scores by a sigmoid, three of eight experts for a token, one shared expert that takes every token, and a first layer without experts.
 
 # %%
@@ -271,7 +270,7 @@ def train_five_steps(config, copied):
 
 
 # %% tags=["hide-input"]
-# Table: differences to one process
+# Table: differences from one process
 def train_one_process(config):
     model = build_model(config, torch.float64)
     optimizer, losses = torch.optim.AdamW(model.parameters(), 3e-3), []
@@ -317,10 +316,10 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# ### With tensor parallelism, too
+# ### Experts with tensor parallelism
 #
 # An expert is a feed-forward network, and [tensor parallelism](tensor_parallel.md) cuts those.
-# So cut each matrix first, then give experts to ranks. Here two ranks have the two parts of each matrix and the same tokens, and both pairs together have all experts.
+# So cut each matrix first, then give experts to ranks. Here two ranks form a pair: they have the two parts of each matrix and the same tokens. Two pairs together have all experts.
 
 # %%
 def compare_with_tensor():
@@ -336,7 +335,7 @@ def compare_with_tensor():
 
 
 # %% tags=["hide-input"]
-# Holds each rank's part of the gradients against one process
+# Compares each rank's part of the gradients with one process's
 def gradients():
     model = build_model(SMALL, torch.float64)
     tokens, targets = make_batch(0)
@@ -357,12 +356,12 @@ print("2 x 2 ranks: every gradient is a part of one process's")
 # %% [markdown]
 # Each expert then ends in an all-reduce over its rows, of which there are $k$ times as many as tokens.
 # Combine multiplies rows by scores and adds them up, so an all-reduce of the *combined* rows, one for each token, would give the same result. Scores would then be multiplied by partial sums, and their gradient would need the sum over tensor-parallel ranks that [`copy_to`](tensor_parallel.md) makes in backward.
-# Larger jobs do not cut experts, and give each tensor-parallel rank experts of its own as well.
+# Larger jobs do not cut experts: they give each tensor-parallel rank whole experts of its own.
 #
-# ## Full experts
+# ## Expert capacity and dropped tokens
 #
 # Messages of unknown size make the CPU wait, and their memory cannot be planned.
-# So GShard and Switch give each expert a fixed number of places. With equal loads an expert would get a fraction $1/E$ of all choices; the *capacity* is a factor, and an expert has that factor times as many places {cite}`fedus2021switch`.
+# So GShard and Switch give each expert a fixed number of places. With equal loads an expert would get a fraction $1/E$ of all choices. The number of places is this equal share times a factor, the *capacity* {cite}`fedus2021switch`.
 # A choice for which no place is left is *dropped*: the expert adds nothing to this token, whose residual stream stays as it was before the layer.
 #
 # ![Six tokens of a sequence, each with a first and a second choice, and three experts with four places each. First choices come first: expert 0 is the first choice of tokens 0, 1, 3, 4 and 5, so that token 5 finds no place there, nor does token 2 with its second choice. Expert 1 gets tokens 2, 0, 3 and 5, expert 2 tokens 1 and 4. Two of twelve choices are dropped.](../figures/experts_capacity.svg)
@@ -372,10 +371,10 @@ show.source(router.drop_overflow)
 
 
 # %% [markdown]
-# Here places are counted for each *sequence*. So the same tokens are dropped, whichever ranks the sequences are on. Libraries count for all tokens of a rank in a step: there, which tokens are dropped depends on the number of ranks.
+# Here places are counted for each *sequence*, so the dropped tokens do not depend on the ranks that the sequences are on. Libraries count places for all tokens of a rank in a step: then the dropped tokens depend on the number of ranks.
 
 # %% tags=["hide-input"]
-# Table: what is dropped, by capacity, on one process and on four ranks
+# Table: choices dropped at each capacity, on one process and on four ranks
 def count_dropped(capacity):
     model = build_model(replace(SMALL, capacity=capacity))
     model = experts.parallelize(model, dist.group.WORLD)
@@ -410,13 +409,13 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# With capacity 0.5 at least half of the choices are dropped. But an untrained router chooses so unevenly that some are dropped even with capacity 2.
-# Without a capacity the layer is *dropless*, as today's large models are. Then a rank needs memory for the case that all tokens choose its experts.
+# With capacity 0.5 at least half of the choices are dropped. An untrained router chooses so unevenly that some choices are dropped even with capacity 2.
+# Without a capacity the layer is *dropless*, as in today's large models. Then a rank needs enough memory even if all tokens choose its experts.
 #
 # `````{admonition} Checked: "a causal model with experts is causal"
 # :class: checked
 #
-# Not with a capacity. First choices come before second ones, so a *later* token's first choice takes the place of an earlier token's second. The next cell changes the last tokens of a sequence, and looks at the logits of the first ones.
+# A model with a capacity is not causal. First choices come before second ones, so a *later* token's first choice takes the place of an earlier token's second. The next cell changes the last tokens of a sequence, and looks at the logits of the first ones.
 # `````
 
 # %%
@@ -434,7 +433,7 @@ print("dropless:", ranks.run(compare_prefixes, 1, None)[0] > 1e-6)
 print("capacity 1:", ranks.run(compare_prefixes, 1, 1.0)[0] > 1e-6)
 
 # %% tags=["hide-input"]
-# Holds both answers
+# Checks both answers
 assert (
     ranks.run(compare_prefixes, 1, None)[0] < 1e-12
     and ranks.run(compare_prefixes, 1, 1.0)[0] > 1e-6
@@ -444,7 +443,7 @@ assert (
 # %% [markdown]
 # ## Router collapse, and two cures
 #
-# An expert that is chosen gets gradients and improves, and one that has improved gets higher scores. Nothing in the loss stops that.
+# An expert that is chosen gets gradients and improves, and an improved expert gets higher scores. Nothing in the loss stops this loop.
 # Here the model trains on two ranks, three times: as it is, and with each of two remedies.
 
 # %%
@@ -514,35 +513,35 @@ head = ["", "loss", "busiest (%)", *["" for _ in range(6)], "idlest (%)"]
 show.table(rows, head)
 
 # %% [markdown]
-# As it is, two experts of the last layer get nearly every token, and the other six nearly none: their parameters are held and saved, and compute nothing.
-# On many ranks it also costs time: ranks with busy experts compute, and the others wait for them.
+# Without a remedy, two experts of the last layer get nearly every token, and the other six nearly none: their parameters are held and saved, and compute nothing.
+# On many ranks collapse also costs time: ranks with busy experts compute, and the others wait.
 #
-# **The balancing loss** adds $E \sum_e f_e P_e$ for each layer: $f_e$ is the fraction of choices that expert $e$ gets, $P_e$ its mean score. It is 1 where all experts get equally much. $f$ is a count and has no gradient. $P$ has one, and training lowers $P_e$ most where $f_e$ is large {cite}`fedus2021switch`.
+# **The balancing loss** adds $E \sum_e f_e P_e$ for each layer: $f_e$ is the fraction of choices that expert $e$ gets, $P_e$ its mean score. The loss is 1 where all experts get equally many choices. $f$ is a count and has no gradient. $P$ has a gradient, and training lowers $P_e$ most where $f_e$ is large {cite}`fedus2021switch`.
 #
-# Over ranks it is easily wrong. The average of the ranks' products $f_e P_e$ is not the product of the averages. It is what one process computes only if all ranks take the *same* $f$, of all tokens.
-# With each rank's own $f$, the few sequences of every rank would have to be balanced, and not only the batch: then experts specialise less {cite}`qiu2025demons`. So an all-reduce of $E$ whole numbers for each layer counts $f$ over all ranks:
+# On several ranks this loss is easily wrong. The average of the ranks' products $f_e P_e$ is not the product of the averages. The two are equal only if all ranks take the *same* $f$, of all tokens.
+# With its own $f$, each rank would have to balance its few sequences, and not only the batch: then experts specialise less {cite}`qiu2025demons`. So an all-reduce of $E$ whole numbers for each layer counts $f$ over all ranks:
 
 # %%
 show.source(experts.compute_loads, experts.balancing_loss)
 
 # %% [markdown]
-# **The bias** needs no loss {cite}`wang2024lossfree`. Each expert has a number that is added to its score when experts are chosen, and not when outputs are multiplied by scores. After each step it is raised for experts that got fewer than $1/E$ of the choices, and lowered for those that got more. So no second loss changes the gradients of the scores. DeepSeek-V3 does this, with sigmoids as scores {cite}`deepseek2024v3`.
+# **The bias** needs no loss {cite}`wang2024lossfree`. Each expert has a number that is added to its score when experts are chosen, and not when outputs are multiplied by scores. After each step this bias is raised for experts that got fewer than $1/E$ of the choices, and lowered for the others. So no second loss changes the gradients of the scores. DeepSeek-V3 does this, with sigmoids as scores {cite}`deepseek2024v3`.
 
 # %%
 show.source(experts.update_bias)
 
 # %% [markdown]
-# It is changed once in a step, by the choices of all micro-batches.
-# And it stays in float32, whatever the model computes in: in bfloat16 it could not be raised above 0.5, where 0.001 is less than half the distance to the next number.
+# The bias is changed once in a step, by the choices of all micro-batches.
+# It stays in float32, whatever the model's dtype: in bfloat16 it could not be raised above 0.5, where 0.001 is less than half the distance to the next number.
 
 # %% tags=["hide-input"]
-# Holds what 16 bits make of such a step, and of a bias
+# Checks how bfloat16 rounds such a step, and a bias
 assert torch.tensor(0.5, dtype=torch.bfloat16) + 0.001 == 0.5
 assert router.Router(SMALL).bfloat16().bias_E.dtype == torch.float32
 
 
 # %% [markdown]
-# The model's own loss does not show a collapse, at least not within 50 steps: the three in the table are within 2 %. What is lost is what the unused experts would have learnt later, and the time that ranks wait.
+# The model's own loss does not show a collapse, at least not within 50 steps: the three losses in the table are within 2 %. The cost comes later, when the unused experts have learnt nothing, and in the time that ranks wait.
 #
 # ## What it costs
 #
@@ -576,12 +575,12 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# Even of eight ranks each holds 116 GB. [ZeRO](zero.md) divides that further: the other parameters' states over all ranks, and each expert's over the ranks that have copies of it.
-# `python -m shardlab memory --model mixtral-8x7b --dp 64 --ep 8 --zero 1` says how much a rank then needs, with activations; `--ep` is the number of ranks that share the experts. [The planner](strategy.md) tries each such number.
+# Even with eight ranks, each holds 116 GB. [ZeRO](zero.md) divides this further: an expert's states over the ranks that have copies of it, all other states over all ranks.
+# `python -m shardlab memory --model mixtral-8x7b --dp 64 --ep 8 --zero 1` prints the memory of a rank, with activations; `--ep` is the number of ranks that share the experts. [The planner](strategy.md) tries all values of `--ep`.
 #
 # ### Bytes sent
 #
-# Each row of $h$ numbers, $h$ being the width of the model, is sent four times in a step: dispatch and combine, forward and backward. Before it the sizes are sent, eight bytes for each expert.
+# Each row of $h$ numbers, $h$ being the width of the model, is sent four times in a step: dispatch and combine, forward and backward. Before each dispatch the sizes are sent, eight bytes for each expert.
 
 # %% tags=["hide-input"]
 # Table: bytes of all-to-alls in a step of all ranks, predicted and counted
@@ -623,7 +622,7 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# Now for real shapes. In a layer's forward a rank's $T$ tokens make $2Tkh$ numbers, of which $(N-1)/N$ leave the rank if choices are even. Gradients of data parallelism are sent while backward computes. Here the layer has to wait for the messages.
+# In a layer's forward a rank sends $2Tkh$ numbers for its $T$ tokens. If choices are even, $(N-1)/N$ of them leave the rank. Data parallelism sends gradients while backward computes; a layer of experts has to wait for its messages.
 
 # %%
 def layer_bytes(tokens, k, h, N, itemsize=2):
@@ -665,13 +664,13 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# Narrow experts are the hard case: a row's bytes grow with $h$, its arithmetic with $h F$, where $F$ is the width of an expert. The products of both models take equally long, and DeepSeek's messages are seven times as large: over a network they take six times as long as the products.
+# Narrow experts are the hard case: a row's bytes grow with $h$, its arithmetic with $h F$, where $F$ is the width of an expert. In the table the matrix products of both models take equally long, but DeepSeek's messages are seven times as large: over a network the messages take six times as long as the products.
 # That is why DeepSeek-V3 sends each token to four nodes at most, dispatches in 8 bits, and computes while rows are sent {cite}`deepseek2024v3`.
 # In training it pairs the forward of one micro-batch with the backward of another: one computes while the other's rows are sent. In inference, where there is no backward, it pairs two micro-batches.
 #
-# ### Who waits
+# ### Waiting for the fullest rank
 #
-# The experts' part of a step takes as long as on the rank with the most rows. `experts.load_slowdown` predicts how many times as long as with equal loads. Here a bias sends more and more tokens to rank 0's experts:
+# The rank with the most rows decides the time of the experts' part of a step. `experts.load_slowdown` predicts this time, divided by the time with equal loads. Here a bias sends more and more tokens to rank 0's experts:
 
 # %%
 def time_experts(shifts, rounds=9):
@@ -721,11 +720,11 @@ show.table(rows, [*head, "times as long as even, predicted", "measured"])
 
 # %% [markdown]
 # Rank 1 has fewer and fewer rows, and cannot go on before combine has brought its tokens' outputs from rank 0: it waits for the difference.
-# The router, sorting and adding up take the same time on both ranks, whatever the choices are. That is what rank 1 still computes, and why the measured ratio is below the predicted one.
+# The router, sorting and adding up take the same time on both ranks, whatever the choices are. Rank 1 still computes this part, so the measured ratio is below the predicted one.
 #
 # ### How many rows an expert needs
 #
-# A product of few rows is slow for its arithmetic: all weights are read from memory, however few rows are multiplied by them.
+# A matrix product of few rows reaches few FLOP/s: all weights are read from memory, however few rows are multiplied by them.
 
 # %%
 def measure_rate(rows_R):
@@ -756,7 +755,7 @@ alt = "The rate of an expert's products on this CPU: it rises with the rows, and
 show.figure(figure, alt, "experts-rows")
 
 # %% [markdown]
-# On this CPU some dozens of rows are enough. For a GPU it follows from the data sheet. In 16 bits a weight has two bytes, and each row takes two operations with it. So arithmetic takes as long as reading when there are as many rows as operations in the time of one byte: FLOP/s divided by bytes per second.
+# On this CPU some dozens of rows are enough. For a GPU this number follows from the data sheet. A 16-bit weight has two bytes, and each row takes two operations for each weight. So arithmetic takes as long as reading when the number of rows is FLOP/s divided by bytes per second.
 
 # %%
 rows_needed = H100.flops / H100.memory_bandwidth  # operations a byte
@@ -767,9 +766,9 @@ print(
 
 
 # %% [markdown]
-# So an expert needs rows of many tokens at once. The more ranks share the experts, the more tokens they bring: that is the gain of a large group, for more messages.
+# So an expert needs rows of many tokens at once. The more ranks share the experts, the more tokens they bring: a large group gains longer products, and pays with more messages.
 #
-# ## DeepSpeed's layer beside ours
+# ## DeepSpeed's MoE layer compared
 #
 # DeepSpeed's `MoE` runs on a CPU, with gloo. Here it gets the weights of our router and experts, and no capacity.
 # All its messages have the same size: when nothing is dropped, each expert's rows are *padded* with empty ones, up to the largest number of rows that any expert gets from any rank.
@@ -860,7 +859,7 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# The results agree. DeepSpeed sends a third more, and its experts compute the empty rows, too. In return one maximum says all sizes, instead of $E$ counts.
+# The results agree. DeepSpeed sends a third more, and its experts compute the empty rows, too. In return the ranks exchange one maximum instead of $E$ counts.
 # The script `benchmarks/experts.py` measures their times.
 # For speed, PyTorch has `grouped_mm`, which computes the products of all experts in one kernel; torchtitan and Megatron use such kernels.
 #
@@ -868,7 +867,7 @@ show.table(rows, head)
 #
 # ### The wrong average
 #
-# Again there are four ranks, and two copies of each expert. Three mistakes are possible: gradients of experts averaged over the two copies, as DDP around the experts would do; over all four ranks, as DDP around the whole model would do; or over none.
+# Four ranks have two copies of each expert. Three mistakes are possible. Experts' gradients are averaged over the two copies (as by DDP around the experts), over all four ranks (as by DDP around the whole model), or not at all.
 
 # %%
 def average_wrongly(way, steps=20):
@@ -926,8 +925,8 @@ show.table(rows, [*head, "copies of an expert"])
 
 # %% [markdown]
 # The loss shows none of them.
-# Averaged over the copies alone, experts' gradients are too large by a factor, the number of ranks that share the experts. AdamW divides by the gradient's size, so one does not notice until gradients are clipped by their norm, or the optimizer is SGD.
-# Averaged over all ranks, the gradients of *different* experts are added up, and then have the same norm on every rank, to the last bit. Look for that.
+# Averaged over the copies alone, experts' gradients are too large by a factor, the number of ranks that share the experts. AdamW divides by the gradient's size, so the error shows only when gradients are clipped by their norm, or with SGD.
+# Averaged over all ranks, the gradients of *different* experts are added up. The sign: they have the same norm on every rank, to the last bit.
 # Averaged over no ranks, copies of an expert become different.
 #
 # ### A rank without tokens skips the exchange
@@ -951,16 +950,16 @@ except ranks.RankError as error:
     assert error.ranks == [1]
 
 # %% [markdown]
-# But its *experts* get rows from other ranks. Every rank has to call every exchange, in forward and in backward, with empty tensors if it has no tokens.
+# But rank 1's *experts* get rows from other ranks. Every rank has to call every exchange, in forward and in backward, with empty tensors if it has no tokens.
 #
 # ### What one sees
 #
 # | what one sees | what it is |
 # |---|---|
-# | one rank computes, the others wait in all-to-all | collapse, or text that one expert is chosen for: look at `experts.compute_loads` |
-# | memory runs out on one rank, in some step | dropless, and most tokens chose its experts |
-# | a jump in the norm of gradients when experts come over more ranks | averaged over the copies alone |
-# | norms of experts' gradients are equal on all ranks | averaged over different experts |
+# | one rank computes, the others wait in all-to-all | collapse, or text whose tokens all choose one expert: look at `experts.compute_loads` |
+# | memory runs out on one rank, in some step | the layer is dropless, and most tokens chose this rank's experts |
+# | a jump in the norm of gradients when experts are divided over more ranks | experts' gradients averaged over the copies alone |
+# | norms of experts' gradients are equal on all ranks | gradients averaged over different experts |
 # | the router does not learn with one choice | its score was divided by the sum of one score, which is 1 |
 # | validation loss depends on batch and ranks | a capacity, with places counted by rank |
 #
@@ -968,16 +967,16 @@ except ranks.RankError as error:
 #
 # | for | against |
 # |---|---|
-# | Parameters grow with $E$, arithmetic for a token with $k$: DeepSeek-V3 has 18 times as many parameters as it uses for a token | All of them are held, with gradients and AdamW's two moments |
+# | Parameters grow with $E$, arithmetic for a token with $k$: DeepSeek-V3 has 18 times as many parameters as it uses for a token | All parameters are held, with gradients and AdamW's two moments |
 # | Each rank has tokens of its own, as in data parallelism, and no matrix is cut | Two all-to-alls forward and two backward in each layer, which take longer than the products of narrow experts |
-# | Experts are whole, so products are large | only with hundreds of rows for each expert at a time |
-# | | All wait for the rank with the most rows; balance has to be kept, and watched |
+# | Experts are whole, so matrix products are large | Each expert needs hundreds of rows at a time |
+# | | All ranks wait for the rank with the most rows; the balance of loads has to be kept, and watched |
 #
 # ```{admonition} On more GPUs
 # :class: note
 #
 # Without GPUs this page's results, parameters and bytes are exact, and seconds are those of ranks that share a machine.
-# On eight GPUs, or on two nodes, measure what decides whether experts pay: the seconds of the all-to-alls beside those of the experts' products.
+# On eight GPUs, or on two nodes, compare the seconds of the all-to-alls and of the experts' products: they decide whether experts are worth it.
 # ```
 #
 # ## Exercises
@@ -1032,7 +1031,7 @@ check(answer, "experts_wire")
 # :class: dropdown
 # ```
 #
-# Dispatch and combine, of which a 64th is for the rank's own experts.
+# The rank sends in dispatch and combine, and keeps a 64th: the rows for its own experts.
 
 # %%
 answer = 2 * 4096 * 8 * 7168 * 2 * 63 / 64
@@ -1047,7 +1046,7 @@ check(answer, "experts_wire")
 # :label: ex-experts-admit
 # ```
 #
-# `chosen_TC` holds the experts that the tokens of one sequence chose, best first. Return the same with -1 where the expert has no place: `count` experts have `places` places each; all first choices come before all second ones, and earlier tokens before later ones.
+# `chosen_TC` holds the experts that the tokens of one sequence chose, best first. Return a copy with -1 where the expert has no place left. Each of `count` experts has `places` places; all first choices come before all second ones, and earlier tokens before later ones.
 
 # %%
 def my_admit(chosen_TC, count, places):
@@ -1066,7 +1065,7 @@ check(my_admit)
 # :class: dropdown
 # ```
 #
-# A loop is plainest. `router.drop_overflow` has none: in the order of choices it counts how often each expert was chosen before.
+# A loop is plainest. `router.drop_overflow` has no loop: in the order of choices it counts how often each expert was chosen before.
 
 # %%
 def my_admit(chosen_TC, count, places):
@@ -1131,7 +1130,7 @@ check(my_exchange)
 # :label: ex-experts-average
 # ```
 #
-# Four ranks have tokens of their own; ranks 0 and 1 share the experts, ranks 2 and 3 have copies of them. After backward `shared` is the gradient of something that all ranks have, `own` that of one of this rank's experts. Make both what one process would have, in place. `data` is the group of all four ranks, `copies` that of the ranks with the same experts.
+# Four ranks have tokens of their own; ranks 0 and 1 share the experts, ranks 2 and 3 have copies of them. After backward `shared` is the gradient of a parameter that all ranks have, and `own` the gradient of one of this rank's experts. Change both in place to the gradients of one process. `data` is the group of all four ranks, `copies` the group of the ranks with the same experts.
 
 # %%
 def my_average(shared, own, data, copies):
@@ -1190,7 +1189,7 @@ check(my_balancing)
 # :class: dropdown
 # ```
 #
-# The load is counted over all ranks; it has no gradient, so a plain all-reduce is enough. The mean score is this rank's own: gradients are averaged over ranks later, which makes it the mean over all.
+# The load is counted over all ranks; it has no gradient, so a plain all-reduce is enough. The mean score is this rank's own: gradients are averaged over ranks later, which makes it the mean over all tokens.
 
 # %%
 def my_balancing(scores_TE, chosen_TC, group):
@@ -1230,7 +1229,7 @@ check(my_expert_ranks)
 # :class: dropdown
 # ```
 #
-# With more ranks each holds less, and each expert gets more rows. But more bytes leave each rank, so the smallest number that is enough is best.
+# With more ranks, each rank holds less, and each expert gets more rows. But more bytes leave each rank, so the smallest number that is enough is best.
 
 # %%
 def my_expert_ranks(config, tokens, limit, rows):
@@ -1256,9 +1255,9 @@ check(my_expert_ranks)
 # - A router sends each token to $k$ of $E$ experts: all are held in memory, few compute for a token.
 # - Experts on several ranks need two all-to-alls of unequal sizes, dispatch and combine, and two in backward.
 # - An expert's gradient is summed over its copies and divided by the number of all ranks that have tokens.
-# - A capacity fixes sizes and drops choices, and tokens then depend on later ones; dropless layers send every row.
+# - A capacity fixes message sizes but drops choices, and outputs then depend on later tokens; dropless layers send every row.
 # - Without a remedy, routers collapse onto few experts. An auxiliary loss or a bias keeps loads even; choices are counted over all ranks.
-# - All ranks wait for the one with the most rows; on a GPU an expert needs hundreds of them.
+# - All ranks wait for the rank with the most rows; on a GPU an expert needs hundreds of rows.
 #
 # ## Further reading
 #

@@ -14,17 +14,17 @@
 # ---
 
 # %% [markdown]
-# # Meshes: several cuts at once
+# # Meshes: data, pipeline and tensor parallelism at once
 #
 # After this lesson you can
 #
 # - name the groups of any rank, and count the bytes that an order of ranks costs;
 # - train one model by data, pipeline and tensor parallelism at once, and show that it equals one process;
-# - name what gradient clipping, tied embeddings, LayerNorms, dropout and uneven batches need on a mesh, and what goes wrong otherwise;
+# - say how gradient clipping, tied embeddings, LayerNorms, dropout and uneven batches change on a mesh, and which errors follow otherwise;
 # - predict the bytes that each rank holds and sends, and resume from a checkpoint under another mesh;
-# - read FSDP2 over `parallelize_module` on a `DeviceMesh` as the same thing.
+# - read code that applies FSDP2 over `parallelize_module` on a `DeviceMesh`.
 #
-# Before you start, a number. Llama 3 70B is trained on 512 GPUs, 8 in a node. Each matrix is cut over 8 ranks, the layers are cut into 4 stages, and there are 16 copies of the model.
+# Llama 3 70B is trained on 512 GPUs, 8 in a node. Each matrix is cut over 8 ranks, the layers are cut into 4 stages, and there are 16 copies of the model.
 # There are six ways to number these ranks. With the best numbering each GPU sends 26 GB out of its node in a step; with the worst, 24 times as much.
 #
 # ```{quiz} together-before
@@ -39,7 +39,7 @@
 # | tensor | $t$ | hold parts of the same matrices | `tp` | `tp` | `model` |
 #
 # The *degree* of an axis is the number of ranks in each of its groups. A *copy* is one whole model, on $p \cdot t$ ranks.
-# The *innermost* axis is the one along which the next number is the next rank.
+# Along the *innermost* axis, neighbours have consecutive rank numbers.
 
 # %% tags=["hide-input"]
 # Imports, and the small jobs that every cell trains
@@ -118,7 +118,7 @@ def run_shardlab(line):
 
 
 # %% tags=["hide-input"]
-# Table: what leaves a node under each order, for Llama 3 70B on 512 GPUs
+# Table: bytes that leave a node under each order, for Llama 3 70B on 512 GPUs
 LLAMA = PRESETS["llama-3-70b"]
 
 
@@ -144,12 +144,11 @@ show.table(rows, [*head, "in all, for each GPU (GB)"])
 
 # %% [markdown]
 # Each copy takes 16 sequences of 8,192 tokens. The bytes are those of float32; bfloat16 sends half.
-# The rest of this page says where these bytes come from, and trains with all three cuts on eight real ranks.
 #
 # ## From a list of ranks to a mesh
 #
 # A launcher gives you $N$ ranks with numbers from 0 to $N-1$. Three cuts need $N = d \cdot p \cdot t$ of them, and each rank is in three groups.
-# Which ones follows from its number. Read it as three digits: the first counts the $d$ copies, the second the $p$ stages, the last the $t$ ranks of a tensor group.
+# Its number tells which three. Read the number as three digits: the first counts the $d$ copies, the second the $p$ stages, the last the $t$ ranks of a tensor group.
 # Two ranks are in one group when their numbers differ in one digit only.
 
 # %%
@@ -163,7 +162,7 @@ for axis, name in enumerate(("data", "pipeline", "tensor")):
     print(f"{name:8}", groups((2, 2, 2), axis))
 
 # %% [markdown]
-# Here are the groups as a picture, for nodes of four ranks. Put your own numbers into the cell's first line, or into the form below it, which runs in your browser:
+# The picture shows the groups, for nodes of four ranks. Put your own numbers into the cell's first line, or into the form below it, which runs in your browser:
 
 # %%
 DEGREES, NODE = Layout(dp=2, pp=2, tp=2), 4  # ranks in a node
@@ -186,7 +185,7 @@ figure, alt = picture.draw_groups(WRONG, NODE), picture.write_alt_text(WRONG, NO
 show.figure(figure, alt, "mesh-wrong-order")
 
 # %% [markdown]
-# ### Why tensor stands innermost
+# ### Why tensor parallelism is the innermost axis
 #
 # Along the three axes ranks send at different moments, and different amounts. $B S H$ is one activation: batch times sequence times hidden size.
 #
@@ -196,12 +195,12 @@ show.figure(figure, alt, "mesh-wrong-order")
 # - **Pipeline** ranks send one such activation for each *stage* and micro-batch to one other rank, which sends its gradient back. A network between nodes carries that well {cite}`narayanan2021megatron`.
 # - **Data** ranks sum gradients once in each *step*, however many micro-batches it has. Nobody waits for them before the step ends.
 #
-# Where tensor groups fill the nodes, the order of the other two axes does not change what leaves a node: rows one and three of the table are equal. It changes what leaves a rack.
-# Megatron-LM makes pipeline the outermost axis, which often sends fewer bytes. Llama 3's job makes data the outermost, since its messages can be late without anybody waiting {cite}`dubey2024llama3`. So does this page.
+# Where tensor groups fill the nodes, the order of the other two axes does not change the bytes that leave a node: rows one and three of the table are equal. The order changes the bytes that leave a rack.
+# Megatron-LM makes pipeline the outermost axis, which often sends fewer bytes. Llama 3's job makes data the outermost, as this page does, since gradients can arrive late without a rank waiting {cite}`dubey2024llama3`.
 #
-# ### PyTorch's mesh is the same arithmetic
+# ### PyTorch's `init_device_mesh`
 #
-# `init_device_mesh` takes the degrees, outermost first, and makes the groups. So does `mesh.create_groups`, in fewer lines:
+# `init_device_mesh` takes the degrees, outermost first, and makes the groups. `mesh.create_groups` does the same, in fewer lines:
 
 # %% tags=["hide-input"]
 # Shows the module's create_groups
@@ -223,13 +222,13 @@ print("rank 5 is with", *(ours for ours, _ in joined[5]), "in both")
 
 
 # %% [markdown]
-# From here on groups are arguments. Those of a `DeviceMesh` will do as well: `mesh.get_mesh_groups` reads them.
+# From here on functions take the groups as arguments. `mesh.get_mesh_groups` reads them from a `DeviceMesh`.
 #
-# ## All three cuts in their plainest form
+# ## Three-dimensional parallelism in plain code
 #
-# There are two layers, one on each stage. Each is a feed-forward network, $Y = \mathrm{GELU}(X W_1) W_2$, whose two matrices are cut in halves over a tensor group. Two copies take half of the batch each.
+# There are two layers, one on each stage. Each is a feed-forward network, $Y = \mathrm{GELU}(X W_1) W_2$, whose two matrices are cut in halves over a tensor group. Each of two copies takes half of the batch.
 # In names of tensors `B` is the batch, `H` the hidden size, `F` the network's width, and `f` this rank's half of it.
-# Every line is from an earlier lesson. The new part is that they run together.
+# Every line is from an earlier lesson.
 
 # %%
 def plain_step(layers, x_BH, groups):
@@ -259,7 +258,7 @@ def plain_step(layers, x_BH, groups):
 
 
 # %% tags=["hide-input"]
-# Holds all eight ranks' gradients against one process
+# Compares all eight ranks' gradients with one process's
 def draw_weights():
     torch.manual_seed(0)
     layers = [(torch.randn(8, 32) / 3, torch.randn(32, 8) / 6) for _ in range(2)]
@@ -288,17 +287,17 @@ assert worst < 1e-6  # float32, gradients up to 0.1
 print(f"8 ranks, each with a quarter of the weights: gradients off by {format_gap(worst)}")
 
 # %% [markdown]
-# What it leaves out: micro-batches, without which one stage always waits for the other; a batch that does not divide evenly by the copies; a loss over a vocabulary; clipping; and ZeRO, without which every copy holds all of the optimizer.
+# This plain form leaves out micro-batches, without which one stage always waits for the other; a batch that the copies do not divide evenly; a loss over a vocabulary; clipping; and ZeRO, without which every copy holds all optimizer states.
 #
-# ## The module: the order in which the cuts meet
+# ## The module `Parallel`: matrices, then layers, then ZeRO
 #
 # `Parallel` takes a plain GPT, three groups and the layout, and cuts the model three times, each time by the module of that cut's own lesson.
-# Matrices come first, then layers, then ZeRO, which shards over the copies what the other two have left on a rank.
+# It cuts matrices first, then layers. ZeRO comes last, and shards a rank's remaining parameters over the copies.
 #
-# Two words in the code are its own:
+# The code uses two words in a meaning of its own:
 #
-# - *Twins* are the two ends of a tied embedding: the first stage has it as the embedding, the last stage as the output layer, and each computes a gradient of its own.
-# - Parameters are *partly* seen when every tensor rank has all of them, but computes their gradients from a $t$-th of the tokens. With [sequence parallelism](sequence_parallel.md) these are the LayerNorms and the *late biases*, those that are added after a sum over tensor ranks.
+# - *Twins* are the two tensors of a tied embedding: one is the embedding of the first stage, the other the output layer of the last stage. Each stage computes its own gradient.
+# - A parameter is *partly* seen when every tensor rank has the whole parameter, but computes its gradient from a $t$-th of the tokens. With [sequence parallelism](sequence_parallel.md) these are the LayerNorms and the *late biases*: biases that are added after a sum over tensor ranks.
 
 # %% tags=["hide-input"]
 # Shows how the cuts are applied
@@ -310,17 +309,17 @@ show.source(
 )
 
 # %% [markdown]
-# A step sums within the layers first, then between stages, and over the copies last. No group adds up what another one has added already.
+# A step sums gradients within the layers first, then between stages, and over the copies last. No group repeats a sum that another group has made.
 
 # %% tags=["hide-input"]
 # Shows a step
 show.source(Parallel.step, Parallel._compute_loss, Parallel._average_loss)
 
 # %% [markdown]
-# Two things here are in none of the earlier lessons:
+# Two steps are new:
 #
-# - Each copy's loss has a *weight*, so that the average over copies is the mean over all tokens that count, even where copies have different numbers of them: fewer sequences, or more targets of −100.
-# - The gradients of partly seen parameters are summed over the tensor group at the very end: by then ZeRO has left each rank a shard of them, and the message is short.
+# - Each copy's loss has a *weight*, so that the average over copies is the mean over all tokens with a target. Copies may have different numbers of such tokens: fewer sequences, or more targets of −100.
+# - The gradients of partly seen parameters are summed over the tensor group at the very end: by then each rank has only its ZeRO shard of these gradients, and the message is short.
 #
 # ## Five steps equal one process
 
@@ -340,7 +339,7 @@ results = {
 }
 
 # %% tags=["hide-input"]
-# Table: losses, gradients and weights beside one process's
+# Table: differences of losses, gradients and weights from one process
 want = ranks.run(train_single_process, 1, JOBS["1 × 2 × 2, GPipe"])[0]
 rows = []
 for name, found in results.items():
@@ -353,23 +352,23 @@ head = ["data × pipeline × tensor", "ranks", "losses", "last gradients", "weig
 show.table(rows, head)
 
 # %% [markdown]
-# These are the largest differences of any number in the model. They come from sums in another order.
-# In float64 [the tests](../tests/test_contract.py) hold two dozen meshes to $10^{-11}$ after each of five steps, all with clipping, some with uneven batches, chunks and recomputation.
+# The table has the largest difference of any element. The differences come from sums in a different order.
+# In float64 [the tests](../tests/test_contract.py) hold two dozen meshes to $10^{-11}$ after each of five steps, all with clipping, some with uneven batches, several model chunks on a stage, or recomputation.
 #
-# ## What each of them needs
+# ## Clipping, tied embeddings, LayerNorms and dropout on a mesh
 #
-# Each of the following is right under one cut, and wrong as soon as another cut is added.
+# Code for each of these is right with one kind of parallelism, and wrong as soon as another kind is added.
 #
-# ### The gradient norm: every number once
+# ### The gradient norm: count every element once
 #
-# To clip gradients you need the norm of all of them, for which all ranks add up their squares. But some numbers are on several ranks, and each must count once.
+# To clip gradients you need their global norm, for which all ranks add up their squares. But some gradients are on several ranks, and must count once.
 #
 # ![What counts for the gradient norm, on two stages with two tensor ranks each. Parts of matrices are on one rank, and count there. LayerNorms and late biases are whole on both tensor ranks, and count on the first. The tied embedding is on both stages, and counts on the first.](../figures/mesh_norm.svg)
 #
-# Which rank counts what is decided here. The sum and the scaling are those of the other lessons, [`clip_by_global_norm`](../code/shardlab/data_parallel/buckets.py).
+# `Parallel` decides which rank counts which gradient. The sum and the scaling are those of the other lessons, [`clip_by_global_norm`](../code/shardlab/data_parallel/buckets.py).
 
 # %% tags=["hide-input"]
-# Shows who counts what
+# Shows which rank counts which gradient
 show.source(Parallel.clip_grad_norm_, Parallel._is_counted_in_norm)
 
 
@@ -409,15 +408,15 @@ show.table(rows, ["who adds up what", "gradient norm"])
 
 
 # %% [markdown]
-# In row three a LayerNorm counts $t$ times and the tied embedding twice. Training runs on, but clips more than you asked for, and how much more depends on the mesh.
-# In the last row every rank scales its gradients by another factor. A LayerNorm that was equal on two ranks is then no longer equal.
+# In row three a LayerNorm counts $t$ times and the tied embedding twice. Training runs on, but gradients are clipped more than you asked for, by a factor that depends on the mesh.
+# In the last row every rank scales its gradients by a different factor. A LayerNorm that was equal on two ranks is then no longer equal.
 #
 # ### Tied embeddings, LayerNorms, and a short batch
 #
 # Three sums keep the copies and the tensor ranks right. Each row of the next table leaves one of them out:
 #
-# - *the twins do not meet*: the first and the last stage do not add up their gradients of the tied embedding;
-# - *norms are not summed*: the gradients of LayerNorms and late biases stay those of a $t$-th of the tokens;
+# - *the twins do not meet*: the two gradients of the tied embedding, on the first and the last stage, are not added up;
+# - *norms are not summed*: the gradients of LayerNorms and late biases include only a $t$-th of the tokens;
 # - *copies weigh the same*: the average over copies ignores that one copy has three sequences and the other has one.
 
 # %%
@@ -462,12 +461,12 @@ show.table(rows, ["fault", "gradients that are wrong", "the worst of them"])
 
 # %% [markdown]
 # No fault raises an error.
-# The first one spoils one tensor, whose two ends then become different. The second one spoils LayerNorms and late biases. The third one spoils every tensor, but only where copies have different numbers of sequences, which most tests never have: it is the hardest to find.
+# The first fault spoils one tensor, whose twins then become different. The second spoils LayerNorms and late biases. The third spoils every tensor and is the hardest to find: it needs copies with different numbers of sequences, which few tests have.
 #
 # ### Dropout: which ranks draw the same mask
 #
-# Outside the cut matrices all ranks of a *tensor* group hold the same activations, so they must drop the same ones. Each *copy* and each *stage* must drop different ones.
-# One seed on all ranks breaks the second rule. A seed for each rank breaks the first.
+# Outside the cut matrices all ranks of a *tensor* group hold the same activations, so they need the same dropout mask. Each *copy* and each *stage* needs its own mask.
+# A seed for each rank breaks the first rule; one seed on all ranks breaks the second.
 
 # %%
 def draw_masks(seeded):
@@ -478,7 +477,7 @@ def draw_masks(seeded):
 
 
 # %% tags=["hide-input"]
-# Table: who drops the same
+# Table: shares of equal dropout masks between ranks
 rows = []
 for seeded in ("one seed", "by rank", "by copy"):
     # CPU: masks by the CPU's generator
@@ -490,14 +489,14 @@ for seeded in ("one seed", "by rank", "by copy"):
 show.table(rows, ["seeds", "alike in a tensor group", "alike in two copies"])
 
 # %% [markdown]
-# 50 % is what chance gives. So `Parallel` seeds torch's generator by copy and stage; within a tensor group, [each rank draws for itself](tensor_parallel.md#dropout-seeds-inside-and-outside-the-regions) only where it has a part.
-# Another mesh then drops other numbers: compare with one process at dropout 0.
+# Independent masks agree in 50 % of the elements. So `Parallel` seeds torch's generator by copy and stage; within a tensor group, [each rank draws for itself](tensor_parallel.md#dropout-seeds-inside-and-outside-the-regions) only where activations are cut.
+# Another mesh draws other masks: compare with one process at dropout 0.
 #
 # ## What it costs
 #
-# ### Held and sent, by group
+# ### Bytes that a rank holds and sends
 #
-# For the ranks of one copy of the 2 × 2 × 2 job: what `mesh.predict` says, beside what was held and sent in a step.
+# For the ranks of one copy of the 2 × 2 × 2 job, the table compares the predictions of `mesh.predict` with the bytes held, and sent in a step.
 # The columns *stage* and *part* are the rank's place along the pipeline and the tensor axis.
 
 # %% tags=["hide-input"]
@@ -515,14 +514,14 @@ head += [x for a in ("tp", "pp", "dp") for x in (f"sends, {a} (B)", "counted")]
 show.table(rows, head)
 
 # %% [markdown]
-# They are equal to the byte, padding and single numbers included. The second stage holds more, since it has the last LayerNorm.
+# Predicted and counted bytes are equal, with padding and scalars. The second stage holds more, since it has the last LayerNorm.
 #
-# ### Every order, counted
+# ### Bytes between nodes, by order of the axes
 #
-# Every order sends the same bytes; it changes which of them leave a node. These are the counted bytes that do, with two nodes of four ranks:
+# Every order sends the same number of bytes, but a different part of them leaves a node. With two nodes of four ranks:
 
 # %% tags=["hide-input"]
-# Table: what leaves the two nodes under each order, predicted and counted
+# Table: bytes that leave the two nodes under each order, predicted and counted
 counted = {tuple(r["place"].items()): r["sent"] for r in results["2 × 2 × 2, ZeRO-1, sequence"]}
 rows, least = [], {}
 for shape in list_axis_orders(SHAPES["2 × 2 × 2, ZeRO-1, sequence"]):
@@ -542,8 +541,8 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# With two nodes only the outermost axis leaves them, and tensor is the worst one even in a model of two layers.
-# Pipeline sends half of what data does. It would send more without sequence parallelism, where all $t$ ranks of a tensor group send the same activation to the next stage.
+# With two nodes only the messages of the outermost axis leave a node. The tensor axis is the worst outermost axis, even in a model of two layers.
+# The pipeline axis sends half as much as the data axis. Without sequence parallelism it would send more: all $t$ ranks of a tensor group would send the same activation to the next stage.
 #
 # ## The production library: FSDP2 over `parallelize_module`
 #
@@ -566,7 +565,7 @@ def build_torch_model(config):
 
 
 # %% [markdown]
-# With the course's module the same job is `Parallel` with `Layout(dp=2, tp=2, zero=3)`. Both train five steps from the same weights:
+# The course's module for the same job is `Parallel` with `Layout(dp=2, tp=2, zero=3)`. The cell trains both for five steps from the same weights:
 
 # %% tags=["hide-input"]
 # Trains both, compares weights, and tries torch's clipping
@@ -606,19 +605,18 @@ print("a matrix:   ", matrix, "\na LayerNorm:", norm)
 print("clip_grad_norm_:", refused)
 
 # %% [markdown]
-# A `DTensor` knows how it is cut. A matrix is cut along two axes and has two entries; a LayerNorm is cut along one and has one.
-# This has a consequence in torch 2.13 (November 2026): `clip_grad_norm_` refuses gradients of which some have one axis and some have two. torchtitan makes LayerNorms DTensors of both axes first.
+# A `DTensor` knows how it is cut. A matrix is cut along two axes and has two entries; a LayerNorm is cut along one axis and has one entry.
+# So in torch 2.13 (November 2026) `clip_grad_norm_` refuses these gradients, of which some have one axis and some have two. torchtitan first makes LayerNorms DTensors with both axes.
 #
-# In [the benchmark](../benchmarks/mesh.py), with a model of 8 M parameters on four ranks of two cores over loopback, ours takes 0.52 of this one's time with 0.97 of its peak memory. With layers four times as wide it takes 0.77, since most of the difference is the dispatch of each operation.
-# Ours reaches 60 % of the floor, which is compute alone and the work of moving the bytes. This does not carry over to GPUs, where dispatch runs ahead of the computation.
+# In [the benchmark](../benchmarks/mesh.py), with a model of 8 M parameters on four ranks of two cores over loopback, our `Parallel` takes 0.52 of torch's time and 0.97 of its peak memory. With layers four times as wide it takes 0.77 of the time, since most of the difference is the dispatch of each operation. The lower bound of the time, computing and moving the bytes alone, is 60 % of ours. These ratios do not hold on GPUs, where dispatch runs ahead of the computation.
 #
-# ## One command for any mesh
+# ## The command `python -m shardlab mesh`
 
 # %% tags=["measured"]
 print(run_shardlab("mesh --dp 2 --tp 2 --pp 2 --zero 1 --layers 4 --steps 4"))
 
 # %% [markdown]
-# `python -m shardlab mesh --help` names all options. With `--budget` you say what a rank may hold:
+# `python -m shardlab mesh --help` names all options. `--budget` limits the bytes that a rank may hold:
 
 # %%
 for options in ("", "--tp 2", "--tp 4", "--dp 2 --tp 2", "--dp 2 --tp 2 --zero 3"):
@@ -647,9 +645,9 @@ print_error(lambda: Job(SMALL, Layout(cp=2)))
 
 # %% [markdown]
 # `Parallel` also trains interleaved schedules with several chunks on a stage, and full recomputation; [the tests](../tests/test_mesh.py) count their bytes.
-# It leaves out context parallelism, experts over ranks, ZeRO in repeated groups, offload, schedules that split the backward, and recomputation of some operators only. `mesh.find_unsupported(config, layout)` says what of a layout it does not train.
+# It leaves out context parallelism, experts over ranks, ZeRO in repeated groups, offload, schedules that split the backward, and recomputation of some operators only. `mesh.find_unsupported(config, layout)` lists the settings of a layout that it does not train.
 #
-# ## A checkpoint goes on under another mesh
+# ## Resuming from a checkpoint under another mesh
 #
 # A checkpoint does not depend on the mesh that saved it. Each rank writes its part of a matrix under the plain model's name, with its place in the whole matrix. ZeRO's shards are gathered over the copies first. [Checkpoints](checkpoint.md) explains the rest.
 
@@ -709,14 +707,13 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# The weights as loaded have the same bits under every mesh. Two steps later they have them only if sums are made in the same order.
+# The weights as loaded have the same bits under every mesh. Two steps later the bits are the same only if sums are made in the same order.
 # A new $p$ changes no sum while the micro-batches are the same. A new $t$ or $d$ changes the order of additions, so the last digits differ.
-# Dropout draws other numbers under another mesh.
 #
-# ## Hybrid sharding: ZeRO-3 in a node, copies across
+# ## Hybrid sharding (HSDP): ZeRO-3 within a node, copies between nodes
 #
-# ZeRO-3 gathers each weight twice in a step. *Hybrid sharding* (HSDP) gathers within a node only, and averages gradients between nodes {cite}`zhao2023fsdp`. The data axis is split in two: an inner one that shards, and an outer one that repeats. torchtitan calls them `dp_shard` and `dp_replicate`.
-# With this course's modules it takes one line after backward. With torch it is `fully_shard` with a mesh of two dimensions, which the next cell trains beside it.
+# ZeRO-3 gathers each weight twice in a step. *Hybrid sharding* (HSDP) gathers within a node only, and averages gradients between nodes {cite}`zhao2023fsdp`. The data axis is split in two: an inner axis over which parameters are sharded, and an outer axis of copies. torchtitan calls them `dp_shard` and `dp_replicate`.
+# With this course's modules HSDP takes one line after backward. In torch you call `fully_shard` with a mesh of two dimensions. The next cell trains with both.
 
 # %%
 def hybrid_backward(model, tokens, targets, copies):
@@ -728,7 +725,7 @@ def hybrid_backward(model, tokens, targets, copies):
 
 
 # %% tags=["hide-input"]
-# Table: what hybrid sharding sends, counted, and on 64 GPUs
+# Table: bytes that hybrid sharding sends, counted here and predicted for 64 GPUs
 def train_hybrid():
     device, outer, inner = ranks.device().type, 2, 2
     axes = init_device_mesh(device, (outer, inner), mesh_dim_names=("copies", "shards"))
@@ -777,26 +774,26 @@ show.table(rows, head)
 # ```{admonition} Checked: "hybrid sharding keeps the traffic in the node"
 # :class: checked
 #
-# What leaves a node falls from 95 to 56 GB: by two fifths, and not to an eighth. A ring over 64 ranks leaves a node at one rank only, not at eight, and gradients still have to leave.
-# What hybrid sharding gains is that no layer *waits* for the network between nodes: the gathers stay inside. Its price is eight times the model states.
+# The bytes that leave a node fall from 95 to 56 GB: by two fifths, and not to an eighth. A ring over 64 ranks leaves each node at only one of its eight ranks, and gradients still have to leave.
+# The gain of hybrid sharding is that no layer *waits* for the network between nodes: the gathers stay inside. The price is eight times the model states.
 # ```
 #
 # ## When to use it
 #
 # | for | against |
 # |---|---|
-# | Each axis stays where it is cheap: tensor within a node, pipeline and data across | Three kinds of messages, three groups, and the faults above, none of which raises an error |
-# | Divides everything: model states by $t \cdot p$, and with ZeRO-1 the optimizer by $d$ as well | Stages need micro-batches, and copies divide the batch: a small batch is not enough for both |
-# | One model file, which knows nothing of it | With stages, this page's ZeRO stops at 1: each micro-batch would gather or scatter everything anew. Llama 3 accepts that for gradients, and shards them with 16 stages {cite}`dubey2024llama3` |
+# | Each axis uses links that are fast enough: tensor within a node, pipeline and data between nodes | Three kinds of messages, three groups, and the faults above, none of which raises an error |
+# | All model states are divided by $t \cdot p$, and with ZeRO-1 optimizer states by $d$ as well | Stages need micro-batches, and copies divide the batch: a small batch is not enough for both |
+# | The model's code does not change | With stages, this page supports only ZeRO-1: with ZeRO-2 or 3 each micro-batch would gather or scatter everything anew. Llama 3's job, with 16 stages, does so for gradients {cite}`dubey2024llama3` |
 #
-# A real job is set up right when
+# Signs that a real job is set up right:
 #
 # - the first loss and the first gradient norm are those of one process;
 # - LayerNorms' weights are equal over a tensor group, to the bit, after a thousand steps;
 # - the tied embedding is equal on the first and the last stage;
-# - the network's counters show nothing of the tensor groups.
+# - the network's counters show no traffic of the tensor groups.
 #
-# If the first gradient norm is another one, [parity](parity.md) finds the tensor and the ranks that it comes from.
+# If the first gradient norm differs, [parity](parity.md) finds the first wrong tensor and its ranks.
 #
 # ## Exercises
 #
@@ -876,8 +873,8 @@ check(answer, "mesh_budget")
 # :label: ex-mesh-norm
 # ```
 #
-# A tied GPT is cut over `groups.pp` and `groups.tp`; there is one copy. `gradients` are this rank's, by the plain model's names. `cut` has the names of those of which each tensor rank has a part; all others are whole on every rank of a tensor group. The embedding's gradient is on the first stage as `embedding.weight`, and once more on the last as `head.weight`.
-# Return the norm of all gradients as one process has it, a scalar tensor, on every rank.
+# A tied GPT is cut over `groups.pp` and `groups.tp`; there is one copy. `gradients` are this rank's, by the plain model's names. `cut` has the names of the gradients of which each tensor rank has a part; all others are whole on every rank of a tensor group. The embedding's gradient is on the first stage as `embedding.weight`, and once more on the last as `head.weight`.
+# On every rank, return the norm that one process computes over all gradients, as a scalar tensor.
 
 # %%
 def my_norm(gradients, cut, groups):
@@ -896,7 +893,7 @@ check(my_norm)
 # :class: dropdown
 # ```
 #
-# Every number counts once: what is whole counts on the first tensor rank, and the twin `head.weight` does not count. Then the squares are added up along both axes.
+# Every element counts once: whole gradients count on the first tensor rank, and the twin `head.weight` does not count. Then the squares are added up along both axes.
 
 # %%
 def my_norm(gradients, cut, groups):
@@ -921,8 +918,8 @@ check(my_norm)
 # :label: ex-mesh-choice
 # ```
 #
-# Return a `Layout` of `ranks` ranks for `config`, with `zero=1`, such that every rank holds at most `limit` bytes of model states and that as few bytes as possible leave the nodes of `node` ranks in a step of `batch` sequences in all; `None` if none fits. Allowed are $t$ and $p$ that divide the model (`mesh.check_supported(config, layout)` raises ValueError for others) and $d$ that divide `batch`.
-# At hand are `mesh.predict_state_bytes(config, layout, rank)`, `mesh.predict_sent_bytes(config, layout, rank, config.seq, batch // d)` and `layout.count_node_egress(node, sent)`, where `sent` is a function of the rank.
+# Return a `Layout` of `ranks` ranks for `config`, with `zero=1`. Every rank holds at most `limit` bytes of model states. In a step of `batch` sequences, as few bytes as possible leave the nodes of `node` ranks each. Return `None` if no layout fits. Allowed are $t$ and $p$ that divide the model (`mesh.check_supported(config, layout)` raises ValueError for others) and $d$ that divide `batch`.
+# Use `mesh.predict_state_bytes(config, layout, rank)`, `mesh.predict_sent_bytes(config, layout, rank, config.seq, batch // d)` and `layout.count_node_egress(node, sent)`, where `sent` is a function of the rank.
 
 # %%
 def my_mesh(config, ranks, node, limit, batch):
@@ -941,7 +938,7 @@ check(my_mesh)
 # :class: dropdown
 # ```
 #
-# Try all layouts: there are few. What leaves the nodes is what the functions say, summed over axes and nodes.
+# Try all layouts: there are few. Sum `count_node_egress` over axes and nodes.
 
 # %%
 def my_mesh(config, ranks, node, limit, batch):
@@ -973,14 +970,14 @@ check(my_mesh)
 #
 # - A rank's number is its place on the mesh, a digit for each axis; the ranks of a group differ in one digit.
 # - The tensor axis sends in every layer, so it is the last digit. Other orders send up to 24 times as much out of a node.
-# - Cut matrices, then layers, then shard over copies. A step sums gradients along tensor and pipeline, between tied embeddings, along data, and last for parameters that each rank saw only in part.
-# - Every number counts once in the gradient norm; each copy weighs by its tokens with a target; copies and stages have their own dropout seeds, the ranks of a tensor group share one.
+# - Cut matrices, then layers, then shard over copies. A step sums gradients along the tensor and pipeline axes, between tied embeddings, along the data axis, and last for partly seen parameters.
+# - Every element counts once in the gradient norm; each copy's weight is its number of tokens with a target; copies and stages have their own dropout seeds, the ranks of a tensor group share one.
 # - The bytes that ranks hold and send are predicted exactly, along each axis.
 # - A checkpoint loads bit for bit under any mesh; later steps are bitwise equal if sums are made in the same order.
 #
 # ## Further reading
 #
-# - {cite:t}`narayanan2021megatron`: all three at once on 3,072 GPUs, with the rules of which goes where.
+# - {cite:t}`narayanan2021megatron`: all three axes at once on 3,072 GPUs, with rules for their order.
 # - {cite:t}`korthikanti2022recomputation`: sequence parallelism, and why stages then send a $t$-th of the bytes.
 # - {cite:t}`dubey2024llama3`: section 3.3, the order of axes of a job on 16,384 GPUs.
 # - {cite:t}`zhao2023fsdp`: section 3.2.2 is hybrid sharding.

@@ -394,7 +394,7 @@ LESSON_MISTAKES: dict[
         "over all four": "experts: averaged over all ranks",
         "over nobody": "experts: averaged over nobody",
         "A rank without tokens skips the exchange": HANGS,
-        "What one sees": "signs of those above",
+        "Symptoms and causes": "signs of those above",
         "one rank computes, the others wait": SECONDS,
         "memory runs out on one rank": BYTES,
         "a jump in the norm": "experts: averaged over their copies alone",
@@ -418,7 +418,7 @@ LESSON_MISTAKES: dict[
         "Pipeline with stage 2 or 3": RAISES,
         "A machine without a compiler": RAISES,
         "torch's AdamW has a weight decay": "zero: weight decay twice",
-        "How one sees": "signs of those above",
+        "Signs that a job": "signs of those above",
     },
     "model_parallelism": {
         "the job hangs without an error": HANGS,

@@ -14,19 +14,18 @@
 # ---
 
 # %% [markdown]
-# # DeepSpeed: the production engine
+# # DeepSpeed: engine, configuration and ZeRO stages
 #
 # After this lesson you can
 #
 # - train with DeepSpeed in a script of ten lines, and write its configuration line by line;
-# - show that the engine computes what one process computes, for every ZeRO stage, with offload, accumulation, and a model cut in two;
-# - tell which of its parts you have to configure, and which are on by default;
-# - save on two ranks and go on with one or four, and say when stage 3 is worth its traffic.
+# - show that the engine's losses equal one process's, for every ZeRO stage, with offload, accumulation, and tensor or pipeline parallelism;
+# - tell which parts of the engine you have to configure, and which are on by default;
+# - save on two ranks and resume on one or four, and say when stage 3 is worth its traffic.
 #
-# Before you start, a puzzle.
 # Two ranks train for five steps with a configuration of four lines, and their losses equal one process's to the seventh digit.
 # Then one of the four lines is left out, a line that switches something *off*. Now the losses differ in the third digit.
-# There is no error and no warning. With the same library of half a year earlier, they would not have differed.
+# There is no error and no warning. With a version half a year older, the losses would not have differed.
 
 # %% tags=["hide-input"]
 # Imports, the small model, and what one process computes
@@ -107,13 +106,13 @@ LOSSES, WEIGHTS = one_process()
 
 
 # %% [markdown]
-# Each run has two ranks: processes on GPUs where your machine has some, and on the CPU otherwise. Where a cell says `device="cpu"`, its comment says why.
-# DeepSpeed is the real one, version 0.19.8 (November 2026). Only the devices may differ from those of a job on GPUs: equality and bytes are the same there, times are not.
+# Each run has two ranks: processes on GPUs where your machine has GPUs, and on the CPU otherwise. Where a cell says `device="cpu"`, its comment says why.
+# DeepSpeed is the published version 0.19.8 (November 2026). On GPUs the results and the bytes are the same, and only the times differ.
 #
 # ## The plain script: initialize, backward, step
 #
 # DeepSpeed's `initialize` takes a model, an optimizer and a dictionary, and gives back an *engine*.
-# You call the engine like the model, and then its `backward` and its `step`.
+# You call the engine as you would call the model, and then its `backward` and its `step`.
 # The script averages no gradients and calls no `zero_grad`: the engine does both.
 
 # %%
@@ -145,10 +144,10 @@ three_lines = {k: v for k, v in four_lines.items() if k != "gradient_clipping"}
 without = ranks.run(plain_script, 2, three_lines, device="cpu")
 
 # %% [markdown]
-# The mean of the two ranks' losses, beside one process on the joined batch:
+# The check compares the mean of the two ranks' losses with one process on the joined batch:
 
 # %% tags=["hide-input"]
-# Holds the losses of both runs against one process
+# Compares the losses of both runs with one process's
 
 for name, results in (("four lines: ", with_all), ("three lines:", without)):
     losses = torch.stack(results).mean(0).tolist()
@@ -163,20 +162,20 @@ for name, results in (("four lines: ", with_all), ("three lines:", without)):
 print("one process: " + ", ".join(f"{value:.4f}" for value in LOSSES))
 
 # %% [markdown]
-# What the plain script leaves out: it moves nothing to a GPU, accumulates nothing, and checks no line of its dictionary, so a misspelt one is accepted.
-# On a CPU DeepSpeed also compiles a C++ extension when it first joins a process group, for which it needs a compiler; after `de.import_deepspeed()` it does not.
+# The plain script moves nothing to a GPU, accumulates nothing, and checks no key of its dictionary, so a misspelt key is accepted.
+# On a CPU DeepSpeed also compiles a C++ extension, with a compiler, when it first joins a process group. `de.import_deepspeed()` prevents this.
 #
-# ## What the engine puts around a model
+# ## What the engine does in forward, backward and step
 #
-# The engine does its work in three calls of a step, and keeps all states from step to step.
+# The engine works in the three calls of a training step, and keeps all states between steps.
 #
 # ![Three columns, one per call. engine(tokens): stage 3 gathers each layer's parameters, computes and frees them. engine.backward(loss): divides by the accumulation, averages the gradients over the ranks, or reduce-scatters them. engine.step(): at the last micro-batch clips, steps and makes the new weights known; before that it only counts. Below, where each state lives: parameters, gradients and optimizer states are whole on every rank at stage 0; stage 1 cuts the optimizer, stage 2 the gradients, stage 3 the parameters; offload moves what is cut to the host.](../figures/deepspeed_engine_wraps.svg)
 #
 # You know each of these mechanisms: averaging from [Data parallelism](data_parallel.md), the stages from [ZeRO](zero.md).
-# New is that a dictionary chooses among them {cite}`rasley2020deepspeed`. So the dictionary is what there is to learn.
+# With DeepSpeed a dictionary chooses among them {cite}`rasley2020deepspeed`. So this lesson explains the dictionary.
 #
-# From here on the page calls the course's `de.initialize` and `de.step` ([the core](#the-core-the-engine-configured-started-stepped-and-loaded)).
-# `initialize` is the same call; it also chooses the device, checks the number of ranks, and keeps DeepSpeed from printing. `step` is the same loop, over the micro-batches of one optimizer step.
+# From here on the page uses the course's [wrappers](#the-module-wrappers-around-deepspeeds-calls) `de.initialize` and `de.step`.
+# `de.initialize` calls DeepSpeed's; it also chooses the device, checks the number of ranks, and keeps DeepSpeed from printing. `de.step` is the loop above, over the micro-batches of one optimizer step.
 #
 # ## The configuration, line by line
 #
@@ -193,24 +192,24 @@ for name, value in settings.items():
 # %% [markdown]
 # | line | what it does | when you leave it out |
 # |---|---|---|
-# | `train_micro_batch_size_per_gpu` | sequences that one copy of the model computes at a time: sets the activations' memory | worked out from the other two |
-# | `gradient_accumulation_steps` | micro-batches per optimizer step | worked out, or 1 |
-# | `train_batch_size` | sequences per optimizer step, over all copies: what the optimizer sees | worked out |
-# | `gradient_clipping` | largest norm of all gradients together | **1.0** since version 0.19.3: your gradients are clipped; before, 0.0 |
-# | `zero_optimization.stage` | 0: copies; 1, 2, 3: cut optimizer, gradients, parameters | 0 |
-# | `offload_optimizer`, `offload_param` | put the cut states into the host's memory | they stay on the device |
+# | `train_micro_batch_size_per_gpu` | sequences that one copy of the model computes at a time: sets the activations' memory | computed from the next two |
+# | `gradient_accumulation_steps` | micro-batches per optimizer step | computed, or 1 |
+# | `train_batch_size` | sequences per optimizer step, over all copies | computed |
+# | `gradient_clipping` | largest allowed global norm of the gradients | **1.0** since version 0.19.3: your gradients are clipped; before, 0.0 |
+# | `zero_optimization.stage` | 0: nothing is sharded; 1: optimizer states; 2: gradients, too; 3: parameters, too | 0 |
+# | `offload_optimizer`, `offload_param` | put the sharded states into the host's memory | they stay on the device |
 # | `zero_force_ds_cpu_optimizer` | refuse an offloaded optimizer that is not DeepSpeed's compiled CPU Adam | true: torch's own AdamW is refused |
-# | `zero_allow_untested_optimizer` | accept an optimizer that was not tested with ZeRO: any but DeepSpeed's own and torch's Adam, AdamW and Adagrad | false: it is refused from stage 1 on |
-# | `steps_per_print` | how often to log progress: here never | not at all |
+# | `zero_allow_untested_optimizer` | accept an optimizer that was not tested with ZeRO: any but DeepSpeed's own and torch's Adam, AdamW and Adagrad | false: such an optimizer is refused from stage 1 on |
+# | `steps_per_print` | how often to log progress: here never | no progress is logged |
 #
-# The fourth row, `gradient_clipping`, is the line that was left out at the top.
+# The fourth row, `gradient_clipping`, is the line that was left out in the three-line run.
 #
 # ````{admonition} Checked: "without a clipping line there is no clipping"
 # :class: checked
 #
-# That was true until mid-2026. DeepSpeed's [pull request 8068](https://github.com/deepspeedai/DeepSpeed/pull/8068), merged on 23 June 2026, changed the default from 0.0 to 1.0, and [version 0.19.3](https://github.com/deepspeedai/DeepSpeed/releases/tag/v0.19.3) was the first with it.
-# With 0.19.8 the next cell trains with the line left out, with 1.0, and with 0.0: the first two are the same run, and only the third is the run of one process.
-# So after an upgrade the same file gives another training. Write the line.
+# This was true until mid-2026. DeepSpeed's [pull request 8068](https://github.com/deepspeedai/DeepSpeed/pull/8068), merged on 23 June 2026, changed the default from 0.0 to 1.0, and [version 0.19.3](https://github.com/deepspeedai/DeepSpeed/releases/tag/v0.19.3) was the first with it.
+# With 0.19.8 the next cell trains with the line left out, with 1.0, and with 0.0: the first two give the same losses, and only the third gives those of one process.
+# So after an upgrade the same file trains differently. Always write the line.
 # ````
 
 # %%
@@ -255,8 +254,8 @@ show.table(
 
 
 # %% [markdown]
-# Clipping is sensible. But if only one of two frameworks clips, a comparison of them is wrong, and looks like a bug in one of them.
-# With AdamW the difference shows only after a few steps. A factor that is the same in all steps cancels in AdamW; clipping has another factor in each step, and the moments mix gradients of several steps.
+# Clipping is sensible. But if only one of two frameworks clips, their losses differ, as if one had a bug.
+# With AdamW the difference shows only after a few steps. A factor that is the same in all steps cancels in AdamW; clipping has a different factor in each step, and the moments mix gradients of several steps.
 #
 # ## The batch arithmetic
 #
@@ -268,12 +267,12 @@ show.table(
 # $$
 #
 # $N$ is the number of ranks, and $t$ and $p$ are the degrees of tensor and pipeline parallelism.
-# Ranks over which one copy of the model is cut compute the same sequences, and so count once. (DeepSpeed's own count has an exception, [below](#a-model-cut-in-two).)
+# Ranks that share one copy of the model compute the same sequences, and so count once. (DeepSpeed's own count has [an exception](#tensor-and-pipeline-parallelism-in-deepspeed).)
 #
 # ![Two ranks, each with two micro-batches of two sequences, one after the other. Micro-batch two, times accumulation two, times two copies: a train batch of eight sequences, and one optimizer step.](../figures/deepspeed_engine_batch.svg)
 #
 # Give two of the three, and DeepSpeed works the third out. If you give all three, the equation must hold.
-# In the next cell it does not, and the message has the product.
+# In the next cell the equation does not hold, and the error message shows the product.
 
 # %%
 def catch_refusal(settings):
@@ -295,19 +294,18 @@ message = ranks.run(catch_refusal, 2, wrong, device="cpu")[0]  # CPU: nothing tr
 print(textwrap.fill(message, 84))
 
 # %% tags=["hide-input"]
-# Holds the product that the message names
+# Checks the product in the message
 
 assert "7 != 2 * 1 * 2" in message
 
 
 # %% [markdown]
-# This error is common when a job goes from 8 GPUs to 16, and its file still has all three numbers.
-# Leave `gradient_accumulation_steps` out, and the batch of an optimizer step stays as it was.
+# This error is common when a job moves from 8 to 16 GPUs, and its file still has all three numbers. If you leave `gradient_accumulation_steps` out, the batch of an optimizer step stays the same.
 #
 # ## Every stage equals one process
 #
-# The next cell compares every stage, and what can be combined with it, with one process: losses and weights over five steps of AdamW.
-# One run has them all, one engine after another.
+# The next cell trains five steps of AdamW at every stage, with offload, accumulation or bf16, and compares losses and weights with one process.
+# One run starts all engines, one after another.
 
 # %%
 def layout_for_stage(zero, **more):
@@ -336,7 +334,7 @@ cases = {
 # In all rows of the table but the last the differences are float32 rounding.
 
 # %% tags=["hide-input", "measured"]
-# Trains all of them, and tabulates the differences from one process
+# Trains with all configurations, and tabulates the differences from one process
 
 found = ranks.run(train_cases, 2, cases)[0]
 rows = []
@@ -359,26 +357,26 @@ show.table(
 
 # %% [markdown]
 # Stages and offload change *where* numbers are kept, and not the arithmetic, as in [the course's own ZeRO](zero.md).
-# Accumulation gives the same gradients, too: `engine.backward` divides each micro-batch's loss by the number of micro-batches, and `engine.step` does nothing until the last.
+# Accumulation gives the same gradients, too: `engine.backward` divides each micro-batch's loss by the number of micro-batches, and `engine.step` does nothing until the last micro-batch.
 #
-# The row with bf16 differs more. Forward and backward have eight bits of precision. The engine keeps float32 *master weights*, updates them in the step, and rounds them to bf16 for the next forward.
+# The bf16 row differs more. Forward and backward have eight bits of precision. The engine keeps float32 *master weights*, updates them in the step, and rounds them to bf16 for the next forward.
 # So this difference is rounding as well, in the third digit.
 #
 # The times are those of the machine that built this page, a CPU. The model is so small that most of a step is DeepSpeed's own overhead.
-# One thing holds elsewhere, too: stage 3 gathers and frees around each layer, so it takes longer than stage 1, which does not. When that matters is [below](#when-stage-3-is-worth-its-traffic).
+# On any machine, stage 3 takes longer than stage 1, since it gathers and frees parameters around each layer. A [later section](#when-stage-3-is-worth-its-traffic) says when this matters.
 #
-# ## Communication buffers: bucket times type, doubled with overlap
+# ## Communication buffers: `reduce_bucket_size` and `overlap_comm`
 #
 # The states of each stage are predicted in [Memory](memory.md) and [ZeRO](zero.md).
-# From stage 1 on, DeepSpeed also takes a *bucket*, a buffer in which gradients are put side by side until they are sent. Its size does not depend on your model.
+# From stage 1 on, DeepSpeed also allocates a *bucket*, a buffer that collects gradients until they are sent. Its size does not depend on your model.
 # `reduce_bucket_size` is its number of elements, by default $5\cdot10^8$. So the buffer takes
 #
 # $$
 # \text{bytes} = \texttt{reduce_bucket_size} \times \text{bytes of the type that is reduced} \times (2 \text{ with } \texttt{overlap_comm})
 # $$
 #
-# In stages 1 and 2 overlap is off by default. With it there are two buckets: one is filled while the other is sent. Stage 3 has one bucket in either case.
-# The next cell counts the bytes that one rank holds at most, for a model of 0.5 MB.
+# In stages 1 and 2 overlap is off by default. With overlap there are two buckets: one is filled while the other is sent. Stage 3 has one bucket in either case.
+# The next cell counts the peak bytes of one rank, for a model of 0.5 MB.
 
 # %%
 def measure_peak(cases):
@@ -429,16 +427,16 @@ head = ["stage, bucket (numbers)", "predicted buckets (MB)", "measured, all (MB)
 show.table(rows, [*head, "the rest: states, activations (MB)"])
 
 # %% [markdown]
-# By default that is 2 GB in float32 and 1 GB in bf16, and twice as much with overlap. It matters little on a GPU of 80 GB with a model of 7 billion parameters. On a small GPU it can cause an out-of-memory error that no formula for states explains.
+# By default the bucket takes 2 GB in float32 and 1 GB in bf16, and twice as much with overlap. This matters little on a GPU of 80 GB with a model of 7 billion parameters. On a small GPU it can cause an out-of-memory error that no formula for states explains.
 #
-# ## Activation checkpointing has to be asked for
+# ## Activation checkpointing: the section alone does nothing
 #
 # The configuration has a section `activation_checkpointing`. Its name suggests that it switches recomputation on.
 #
 # ````{admonition} Checked: "the section activation_checkpointing saves memory"
 # :class: checked
 #
-# On its own it changes nothing: it says *how* to recompute, not *what*.
+# On its own the section changes nothing: it says *how* to recompute, not *which modules*.
 # The model's code has to call `deepspeed.checkpointing.checkpoint` around each block, which `de.enable_recompute` does for the course's GPT.
 # The table counts the bytes that are saved for backward: without the section, with it, and with the call.
 # ````
@@ -448,7 +446,7 @@ show.source(de.enable_recompute)
 
 
 # %% [markdown]
-# This counts the bytes, and computes the loss after a step, which recomputation must not change.
+# The next cell counts the bytes, and computes the loss after a step, which recomputation must not change.
 
 # %%
 def saved_bytes():
@@ -485,17 +483,17 @@ show.table(rows, ["asked for", "saved for backward (kB)", "loss after one step"]
 
 
 # %% [markdown]
-# With the call, only each block's input is still saved, and what is outside the blocks. The loss is the same: recomputation repeats the same arithmetic.
+# With the call, only each block's input is still saved, and the activations outside the blocks. The loss is the same: recomputation repeats the same arithmetic.
 # Hugging Face models have a method of their own, `model.gradient_checkpointing_enable()`, which uses torch's recomputation; then DeepSpeed's section has no effect.
 #
-# ## A model cut in two
+# ## Tensor and pipeline parallelism in DeepSpeed
 #
 # The engine can cut a model inside each matrix, and between layers.
 #
-# **Automatic tensor parallelism.** You give the number of ranks, and patterns over the names of matrices: which are cut by columns, and which by rows. For well-known models DeepSpeed has the patterns.
+# **Automatic tensor parallelism.** You give the number of ranks, and name patterns for the matrices that are cut by columns or by rows. For well-known models DeepSpeed has the patterns.
 # **[Pipeline](pipeline.md).** The model becomes a list of layers, a `PipelineModule`, and each stage keeps its part. Here `train_batch` replaces forward, backward and step.
 #
-# The cell runs both on two ranks, and notes what each rank holds.
+# The cell runs both on two ranks, and counts the parameters of each rank.
 
 # %%
 def train_cut(kind):
@@ -527,7 +525,7 @@ cuts = {
 }
 
 # %% tags=["hide-input"]
-# Table: what each rank holds, and how far the losses are from one process
+# Table: parameters of each rank, and differences of the losses from one process
 
 rows = []
 for kind, results in cuts.items():
@@ -549,9 +547,9 @@ show.table(rows, head, caption=f"Whole model: {full:,} parameters, ffn.up (256, 
 # ````{admonition} Checked: "train_batch_size is the batch that the optimizer sees"
 # :class: checked
 #
-# Not with automatic tensor parallelism. Both runs above have four sequences in each step; the next line prints the batch that the engine reports.
-# With tensor parallelism DeepSpeed 0.19.8 multiplies by *all* ranks, as if each had a copy. With the pipeline it counts right.
-# The training is right in both. But a learning rate that you scale with `train_batch_size` is wrong, and a dictionary with all three numbers is accepted only if one of them is wrong. The builder leaves `train_batch_size` out when `tp`, the number of ranks of tensor parallelism, is above 1.
+# This is wrong with automatic tensor parallelism. Both runs above have four sequences in each step; the next line prints the batch that the engine reports.
+# With tensor parallelism DeepSpeed 0.19.8 multiplies by *all* ranks, as if each had a copy. With the pipeline its number is right.
+# Both train correctly. But a learning rate that you scale with `train_batch_size` is wrong, and a dictionary with all three numbers is accepted only if one of them is wrong. `de.build_config` leaves `train_batch_size` out when `tp`, the number of ranks of tensor parallelism, is above 1.
 # ````
 
 # %%
@@ -559,24 +557,24 @@ says = {kind: results[0][3] for kind, results in cuts.items()}
 print("train_batch_size():", says)
 
 # %% tags=["hide-input"]
-# Holds what the engines say of their batch
+# Checks the batch sizes that the engines report
 
 assert says == {"tensor": 8, "pipeline": 4}
 
 
 # %% [markdown]
-# Tensor parallelism leaves embedding, output layer and LayerNorms whole on every rank. The pipeline deals out whole layers, which is uneven for so small a model: stage 0 holds the embedding.
-# In the batch arithmetic both ranks are *one* copy, in either case.
+# Tensor parallelism leaves embedding, output layer and LayerNorms whole on every rank. The pipeline divides whole layers, which is uneven for such a small model: stage 0 holds the embedding.
+# In both runs, the two ranks count as *one* copy in the batch arithmetic.
 #
-# ## Checkpoints: as many ranks, any number of ranks, none
+# ## Checkpoints: regular, universal and plain
 #
-# A checkpoint has a name, its *tag*. `save_checkpoint` makes a folder of that name, with a file of model and a file of optimizer for each rank, and `load_checkpoint` reads them on as many ranks.
-# For another number of ranks, DeepSpeed has universal checkpoints {cite}`lian2024universal`: `to_universal` joins the shards of each weight and of its two moments, and each rank then reads its new shard of them.
-# For inference, or another framework, `plain_state_dict` makes a plain state dict.
+# A checkpoint has a name, its *tag*. `save_checkpoint` makes a folder of that name, with a model file and an optimizer file for each rank, and `load_checkpoint` reads them on the same number of ranks.
+# For another number of ranks, DeepSpeed has universal checkpoints {cite}`lian2024universal`: `to_universal` joins the shards of each weight and of its two moments, and each rank then reads its new shard.
+# For inference or another framework, `plain_state_dict` makes a state dict without DeepSpeed.
 #
 # ![The life of a checkpoint: two ranks train at stage 3 and each holds half of every state. save writes two model files and two optimizer files under a tag, and the file latest names the tag. load on two ranks reads them back, and training goes on. plain_state_dict joins the parts into one dictionary of float32 weights, which loads into the plain model, on one process without DeepSpeed. to_universal makes a folder of whole tensors, which any number of ranks loads.](../figures/deepspeed_engine_checkpoint.svg)
 #
-# The cell trains three steps at stage 3, saves, and trains two more. Then new engines load the checkpoint and train the same two steps: two ranks from the checkpoint as it is, and one, two and four ranks from the universal one.
+# The cell trains three steps at stage 3, saves, and trains two more. Then new engines load the checkpoint and train the same two steps: two ranks from the regular checkpoint, and one, two and four ranks from the universal one.
 
 # %%
 def four_windows(step):
@@ -643,7 +641,7 @@ show.table(
 
 # %% [markdown]
 # On two ranks both kinds of checkpoint continue with the same bits; on one and on four ranks the difference is rounding.
-# Without the conversion, another number of ranks is refused, as the next cell shows.
+# Without the conversion, DeepSpeed refuses a different number of ranks, as the next cell shows.
 
 # %%
 def on_one_rank(folder):
@@ -662,7 +660,7 @@ with tempfile.TemporaryDirectory() as folder:
 print(textwrap.fill(message, 84))
 
 # %% [markdown]
-# These are the files of the checkpoint as it is:
+# The regular checkpoint has these files:
 
 # %% tags=["hide-input"]
 # Table: the files of the checkpoint, and their sizes
@@ -673,43 +671,42 @@ show.table(
 )
 
 # %% [markdown]
-# The optimizer files are the large ones: they hold master weights and AdamW's two moments, of which each rank has half.
-# At stage 3 the model files hold no weights at all: a copy of these files alone has no weights.
-# DeepSpeed writes no manifest, and does not rename a finished folder. So a job that is killed while it saves leaves a folder that is not complete ([Checkpoints](checkpoint.md)). The file `latest`, which is written last, still names the checkpoint before it.
+# The optimizer files are large: they hold master weights and AdamW's two moments, of which each rank has half.
+# At stage 3 the model files hold no weights at all.
+# DeepSpeed writes no manifest, and does not rename a finished folder. So a job that is killed while it saves leaves an incomplete folder ([Checkpoints](checkpoint.md)). The file `latest`, which is written last, still names the previous checkpoint.
 #
-# ## The core: the engine configured, started, stepped and loaded
+# ## The module: wrappers around DeepSpeed's calls
 #
-# `build_config` writes the dictionary that was gone through line by line:
+# `build_config` writes the dictionary that the table explains:
 
 # %%
 show.source(de.build_config)
 
 # %% [markdown]
-# `initialize` and `step` are DeepSpeed's call and the loop of the plain script:
+# `initialize` wraps DeepSpeed's call, and `step` is the loop of the plain script:
 
 # %%
 show.source(de.initialize, de.step)
 
 # %% [markdown]
-# A checkpoint is loaded as it is, or made universal first:
+# `load_checkpoint` loads a regular checkpoint, or a universal one from `to_universal`:
 
 # %%
 show.source(de.load_checkpoint, de.to_universal)
 
 # %% [markdown]
-# ## The lab: one Llama, eight ways
+# ## The lab: one Llama in eight configurations
 #
-# So far the model was the course's. Now it is a Llama of Hugging Face's `transformers`, built from a configuration with random weights, so that nothing is downloaded: `lab.TINY`, with 3.1 million parameters ([counted below](#operations-predicted-and-counted)).
-# `python -m shardlab.deepspeed_engine.lab --ranks 2` runs all eight ways, each stage of ZeRO among them; `--precision bf16` runs them with 16-bit weights.
-#
-# Each way first generates, greedily and with a cache, and then trains the same weights.
+# The lab's model, `lab.TINY`, is a Llama of Hugging Face's `transformers` with 3.1 million parameters ([counted below](#operations-predicted-and-counted)). Its weights are random, so nothing is downloaded.
+# `python -m shardlab.deepspeed_engine.lab --ranks 2` runs all eight configurations, each ZeRO stage among them; `--precision bf16` runs them with 16-bit weights.
+# Each configuration first generates text, greedily and with a cache, and then trains the same weights.
 # Times are the slowest rank's: the median of three generations, and the sum of the training steps after the first.
-# This page compares four of the eight:
+# This page compares four:
 #
 # - **one process**: plain torch, without DeepSpeed;
 # - **data parallel**: a copy on each rank, the batch divided;
 # - **ZeRO-3, offload**: the batch divided, and all states sharded and kept in the host's memory;
-# - **tensor parallel**: one copy cut in two, the whole batch on both.
+# - **tensor parallel**: one copy cut over two ranks, the whole batch on each.
 #
 # With ZeRO-3 no rank ever holds the whole model. Under `deepspeed.zero.Init` each parameter is sharded as soon as it is made, and the weights are read from their file one tensor at a time:
 
@@ -717,9 +714,9 @@ show.source(de.load_checkpoint, de.to_universal)
 show.source(lab._load_sharded_llama)
 
 # %% [markdown]
-# The other ways make the whole model first: the last column of the next table has the bytes.
+# The other configurations build the whole model first: the last column of the next table has the peak bytes while building.
 #
-# The cell runs the four, and times them.
+# The cell runs and times the four.
 
 # %% tags=["measured"]
 task = lab.Task(batch=4, prompt=32, new=8, seq=64, steps=3)
@@ -732,10 +729,10 @@ print(", ".join(f"{what}: {value}" for what, value in count.describe_machine()))
 breakdown.show_table(reports, caption="Two ranks that share one machine")
 
 # %% [markdown]
-# The picture shows the same. Intensity, on the right, does not depend on the machine. Speed does: here two ranks run on two cores, and with so small a model most of the time is overhead.
+# Arithmetic intensity, on the right, does not depend on the machine. Speed depends on it: here two ranks run on two cores, and with such a small model most of the time is overhead.
 
 # %% tags=["hide-input", "measured"]
-# Draws speed and intensity of the four ways
+# Draws speed and intensity of the four configurations
 
 show.figure(
     breakdown.draw_bars(reports),
@@ -745,7 +742,7 @@ show.figure(
 )
 
 # %% [markdown]
-# All four ways generate the same tokens, and their losses are equal but for rounding.
+# All four generate the same tokens, and their losses are equal up to rounding.
 
 # %% tags=["hide-input"]
 # Table: generated tokens that agree, and differences of losses
@@ -764,7 +761,7 @@ show.table(rows, ["way", "generated tokens that agree", "losses differ by"])
 
 # %% [markdown]
 # Tensor parallelism and ZeRO combine: four ranks are two copies, each cut in two, and the optimizer states are sharded over the copies.
-# A way that runs out of memory does not end the others. Here each rank may hold 60 MB: with copies it needs a few MB more, with ZeRO-3 less.
+# A configuration that runs out of memory does not end the others. Here each rank may hold 60 MB: with data parallelism a rank needs a few MB more, with ZeRO-3 less.
 
 # %%
 mixed = lab.run("mixed", 4, task)
@@ -774,7 +771,7 @@ found, failed = lab.run_each(["data", "zero3"], 2, small, device="cpu", memory=6
 print("failed:", failed, "went on:", sorted({report.mode for report in found}))
 
 # %% tags=["hide-input"]
-# Holds four ranks against one process, and what memory's limit ended
+# Compares four ranks with one process, and checks which run the memory limit ended
 
 apart_by = (mixed[1].outcome - losses).abs().max().item()
 assert torch.equal(mixed[0].outcome, tokens) and apart_by < 1e-5  # float32, near 8
@@ -784,16 +781,16 @@ print(
 )
 
 # %% [markdown]
-# What the columns say:
+# The columns, and two observations:
 #
 # - **TFLOP/s** counts useful operations: 6 per parameter and token in training, 2 in inference, and those of attention. The formula is compared with torch's own counter below.
-# - **FLOP/byte** is the arithmetic intensity: operations per byte that is read from memory or written to it. Counted are weights at each pass, gradients, optimizer states, the cache, and at ZeRO-3 the gathered weights; activations are not. [The roofline](gemm.md#from-bytes-to-seconds-the-roofline) says what follows from it.
-# - **Inference** reads all weights for one token of each sequence, so its intensity is low. It is lower still where the batch is divided: each copy reads all weights for half the sequences. Tensor parallelism divides the weights instead, and keeps most of the intensity.
-# - **ZeRO-3** gathers all parameters again for each generated token, so it suits generation only where nothing else fits. Here it is the slowest row in training as well: each gather is for only 128 tokens. From how many tokens on it is worth it is [below](#when-stage-3-is-worth-its-traffic).
+# - **FLOP/byte** is the arithmetic intensity: operations per byte that is read from memory or written to it. The count includes weights at each pass, gradients, optimizer states, the cache, and with ZeRO-3 the gathered weights, but no activations. [The roofline](gemm.md#from-bytes-to-seconds-the-roofline) derives the attainable speed from it.
+# - **Inference** reads all weights for one token of each sequence, so its intensity is low. With a divided batch it is lower still: each copy reads all weights for half the sequences. Tensor parallelism divides the weights instead, and keeps most of the intensity.
+# - **ZeRO-3** gathers all parameters again for each generated token, so it suits generation only where nothing else fits. Here it is the slowest row in training as well: each gather is for only 128 tokens. The [number of tokens](#when-stage-3-is-worth-its-traffic) that hides a gather is derived below.
 #
 # ### Operations, predicted and counted
 #
-# Both works are counted: a training step with its backward pass, and a generation with its cache.
+# The cell counts a training step with its backward pass, and a generation with its cache.
 
 # %%
 llama = lab.build_llama(attn_implementation="eager")
@@ -823,9 +820,9 @@ show.table(rows, head, caption=f"TINY: {llama.num_parameters():,} parameters")
 # Both the counter and the formula count matrix products alone.
 # Attention is set to `eager`, since on a CPU the counter does not see the products inside a fused kernel.
 #
-# ## What each costs and buys, with your numbers
+# ## Memory and traffic of each setting, with your numbers
 #
-# Put in your model and your GPUs. The cell predicts what each setting holds on a GPU and on the host. It also predicts what each rank sends, in bytes per parameter and step, for 16-bit gradients and parameters.
+# Put in your model and your GPUs. The cell predicts the bytes that each setting takes on a GPU and on the host. It also predicts the bytes that each rank sends, per parameter and step, for 16-bit gradients and parameters.
 
 # %%
 params, gpus = 7e9, 8
@@ -857,7 +854,7 @@ show.table(rows, head, caption="70 % of a GPU for states, the rest for activatio
 # ### When stage 3 is worth its traffic
 #
 # If stage 1 or 2 fits, stage 3 is no faster with the same micro-batch: it sends 50 % more, and does more work around each layer. Use it when the states do not fit otherwise, or when the memory that it frees allows a larger micro-batch.
-# How much longer a step then takes depends on the tokens that a GPU computes between two gathers. For $T$ tokens, forward does $2T$ operations per parameter, and gathers 2 bytes per parameter in bf16. Computing hides the gather if $T$ is larger than operations per second divided by bytes per second:
+# The extra time of a step with stage 3 depends on the tokens that a GPU computes between two gathers. For $T$ tokens, forward does $2T$ operations per parameter, and gathers 2 bytes per parameter in bf16. Computing hides the gather if $T$ is larger than operations per second divided by bytes per second:
 
 # %%
 reached = 0.4 * 989e12  # FLOP/s of one H100 in bf16, at 40 % of its peak
@@ -865,22 +862,22 @@ for link, speed in {"NVLink, 450 GB/s": 450e9, "400 Gbit/s": 50e9}.items():
     print(link, "hides the gather from", round(reached / speed), "tokens per GPU on")
 
 # %% [markdown]
-# Backward gathers once more and sends gradients, twice the bytes for twice the operations, so the bound is the same. Within a node, one sequence of a thousand tokens is enough; over a network, a GPU needs several thousand. In [the lab](#the-lab-one-llama-eight-ways) it has 128 tokens, and on a CPU no gather is hidden at all: hence its slowest row.
+# Backward gathers once more and sends gradients, twice the bytes for twice the operations, so the bound is the same. Within a node, one sequence of a thousand tokens is enough; over a network, a GPU needs several thousand. In [the lab](#the-lab-one-llama-in-eight-configurations) a rank has 128 tokens, and on a CPU no gather is hidden at all: so ZeRO-3 is slowest.
 #
 # ### When more GPUs cost less
 #
 # A job on $N$ GPUs costs $N$ times the price of an hour, and a token costs $N \times \text{price} \div \text{tokens per hour}$.
-# Let $N$ GPUs be $e \cdot N$ times as fast as one, where $e$ is the efficiency. Then a token costs $1/e$ times as much. With 8 GPUs at 90 % that is 11 % more, for a result in a seventh of the time.
-# More GPUs are *cheaper* only where one alone is used badly, because its memory forces tiny batches, recomputation, or offload.
+# Let $N$ GPUs be $e \cdot N$ times as fast as one, where $e$ is the efficiency. Then a token costs $1/e$ times as much. With 8 GPUs at 90 % a token costs 11 % more, for a result in a seventh of the time.
+# More GPUs are *cheaper* only where a single GPU is inefficient, because its memory forces tiny batches, recomputation, or offload.
 # The lab's table has no prices: two ranks on one machine's cores cost as much as one. Where each rank has a GPU, `--price` adds the column.
 #
 # | | for | against |
 # |---|---|---|
-# | DeepSpeed in general | one dictionary for copies, ZeRO, offload, cuts and checkpoints; all equal to one process (measured above) | a default that changes the losses by 0.008 here, buckets of 1 to 4 GB, and names that are ignored when misspelt |
+# | DeepSpeed in general | one dictionary for data and tensor parallelism, ZeRO, offload and checkpoints; all equal to one process (measured above) | a default that changes the losses by 0.008 here, buckets of 1 to 4 GB, and misspelt names that are ignored |
 # | Stages 1 and 2 | states divided by $N$; traffic as with plain copies | parameters stay whole on every GPU |
 # | Stage 3 | everything divided by $N$ | 50 % more traffic, hidden from some thousand tokens per GPU on |
 # | Offload | states limited by the host's memory, not the GPU's {cite}`ren2021offload` | they cross the bus between host and device in every step |
-# | Tensor parallelism | weights, and the reading of them, divided; intensity nearly kept (lab) | two all-reduces per layer and pass, so only within fast links |
+# | Tensor parallelism | weights are divided, and so are reads; intensity nearly kept (lab) | two all-reduces per layer and pass, so only within fast links |
 # | Pipeline | sends only activations between stages | a model rewritten as a list of layers; only with stages 0 and 1 |
 #
 # On a CPU, host and device are one memory, so offload cannot show its gain. The prediction for GPUs is in the table of settings above; [ZeRO](zero.md) measures stages to the byte.
@@ -889,7 +886,7 @@ for link, speed in {"NVLink, 450 GB/s": 450e9, "400 Gbit/s": 50e9}.items():
 #
 # ### A misspelt name
 #
-# DeepSpeed checks the names inside its sections, and ignores unknown ones at the top level. The builder accepts only names that DeepSpeed looks up.
+# DeepSpeed checks the names inside its sections, and ignores unknown names at the top level. `de.build_config` accepts only names that DeepSpeed looks up.
 
 # %%
 misspelt = {"train_micro_batch_size_per_gpu": 2, "gradient_cliping": 0}
@@ -901,18 +898,18 @@ except ValueError as error:
     print("check:", textwrap.fill(str(error), 78))
 
 # %% [markdown]
-# You meant to switch clipping off, and trained with 1.0.
+# With this file you meant to switch clipping off, but trained with 1.0.
 #
 # `de.check_config` also refuses configurations with which no engine starts: stage 1 or 2 without an optimizer, no batch size at all, `tp_size` for `autotp_size`.
-# It does not try the names of optimizers and schedulers. A scheduler of torch's by its name, such as `CosineAnnealingLR`, is refused by DeepSpeed itself with ZeRO or 16 bits: it would be given DeepSpeed's wrapped optimizer. Name one of DeepSpeed's own, `WarmupCosineLR` for instance, or make it in the script and pass it to `initialize` as `lr_scheduler`.
-# The course's tests give a table of such configurations to `de.check_config` and to DeepSpeed's own engine, and both have to decide alike.
-# Write `optimizer=True` where `initialize` is given an optimizer beside the configuration. [Claims, judged](../book/claims.md) has examples from tutorials.
+# It does not check the names of optimizers and schedulers. With ZeRO or 16 bits, DeepSpeed itself refuses the name of a torch scheduler, such as `CosineAnnealingLR`, which cannot take DeepSpeed's wrapped optimizer. Name a scheduler of DeepSpeed, such as `WarmupCosineLR`, or create torch's in the script and pass it to `initialize` as `lr_scheduler`.
+# The course's tests give such configurations to `de.check_config` and to DeepSpeed's engine; both have to decide alike.
+# Call `de.check_config` with `optimizer=True` if you pass `initialize` an optimizer beside the configuration. [Claims, judged](../book/claims.md) has examples from tutorials.
 #
 # ### `"auto"` from Hugging Face
 #
-# Many configurations have `"auto"` where a number belongs. That is a word of Hugging Face's, not of DeepSpeed's: before DeepSpeed reads the file, `Trainer` of transformers puts [the values of its `TrainingArguments`](https://huggingface.co/docs/transformers/deepspeed) there, and accelerate those of `prepare`.
-# Without them DeepSpeed stops at the batch sizes with `'>' not supported between instances of 'str' and 'int'`, and inside `zero_optimization` it takes its own default in silence.
-# Write the numbers yourself: the batch sizes, `lr` and the other parameters of the optimizer, the clipping. Leave the buckets' sizes out.
+# Many configurations have `"auto"` where a number belongs. Hugging Face replaces this word before DeepSpeed reads the file: `Trainer` of transformers with [the values of its `TrainingArguments`](https://huggingface.co/docs/transformers/deepspeed), accelerate with the arguments of `prepare`.
+# Without this replacement DeepSpeed stops at the batch sizes with `'>' not supported between instances of 'str' and 'int'`, and inside `zero_optimization` DeepSpeed silently takes its own default.
+# Write the numbers yourself: batch sizes, clipping, `lr` and the optimizer's other parameters. Leave the buckets' sizes out.
 
 # %%
 try:
@@ -924,7 +921,7 @@ except ValueError as error:
 # %% [markdown]
 # ### Reading a parameter at stage 3
 #
-# While it is not used, a parameter of stage 3 is empty: its shape is `(0,)`. Code that initialises weights, logs their norm or ties two of them gets an empty tensor, and no error.
+# A stage-3 parameter that no layer uses at the moment is empty: its shape is `(0,)`. Code that initialises weights, logs their norm or ties two of them gets an empty tensor, and no error.
 
 # %%
 def read_parameter():
@@ -959,7 +956,7 @@ show.table(
 # ````{admonition} Checked: "with loss.backward() the ranks silently drift apart"
 # :class: checked
 #
-# Not any more. In DeepSpeed 0.19.8 (November 2026) stage 0 refuses. Stages 1 to 3 do their work in hooks on the gradients, accumulation included: measured below.
+# This is no longer true. In DeepSpeed 0.19.8 (November 2026) stage 0 refuses `loss.backward()`. Stages 1 to 3 do their work in hooks on the gradients, also with accumulation, as the next cell measures.
 # `engine.backward` works in all stages, and is the call in the documentation.
 # ````
 
@@ -989,7 +986,7 @@ def by_hand(stage):
 results = [ranks.run(by_hand, 2, stage)[0] for stage in range(4)]
 
 # %% tags=["hide-input"]
-# Holds each stage's losses against one process
+# Compares each stage's losses with one process's
 
 for stage, result in enumerate(results):
     if stage == 0:
@@ -1003,7 +1000,7 @@ for stage, result in enumerate(results):
 # %% [markdown]
 # ### Pipeline with stage 2 or 3
 #
-# A pipeline adds up the gradients of many micro-batches; stages 2 and 3 would reduce-scatter them after each one. DeepSpeed refuses when the engine starts, after your model is built. The builder refuses at once.
+# A pipeline adds up the gradients of many micro-batches; stages 2 and 3 would reduce-scatter them after each one. DeepSpeed refuses this when the engine starts, after your model is built. `de.build_config` refuses at once.
 
 # %%
 try:
@@ -1014,25 +1011,25 @@ except ValueError as error:
 # %% [markdown]
 # ### A machine without a compiler
 #
-# If the configuration names DeepSpeed's own optimizer, DeepSpeed compiles it when it is first used: with offload `DeepSpeedCPUAdam`, otherwise a fused Adam. Without a compiler you read
+# If the configuration names DeepSpeed's own optimizer, DeepSpeed compiles it when it is first used: with offload `DeepSpeedCPUAdam`, otherwise a fused Adam. Without a compiler the error is
 #
 # > DeepSpeedCPUAdam requires the cpu_adam op, which failed to build/load.
 #
-# Three ways out: install `g++` and `ninja` in the image; pass a torch optimizer, as this page does; or write `"torch_adam": true` beside the optimizer's parameters.
-# They differ in more than speed. By default torch's AdamW has a weight decay of 0.01, and DeepSpeed's of 0: write the number.
+# Install `g++` and `ninja` in the image; or pass a torch optimizer, as this page does; or write `"torch_adam": true` beside the optimizer's parameters.
+# The optimizers differ in more than speed. By default torch's AdamW has a weight decay of 0.01, and DeepSpeed's of 0: write the number.
 #
-# ### How one sees that a job is set up wrong
+# ### Signs that a job is set up wrong
 #
-# - The loss of step 1 is not that of one process on the joined batch: the data are divided wrongly. If it differs only from step 2 or 3 on, it is clipping, weight decay, or precision.
-# - Memory does not fall from stage 2 to 3: most of it is activations, which ZeRO does not divide.
-# - `engine.train_batch_size()` (but see [its box](#a-model-cut-in-two)), `engine.zero_optimization_stage()` and `engine.gradient_clipping()` are the settings that the engine uses. Print them in the first line of every job's log.
+# - The loss of step 1 differs from one process's on the joined batch: the data are divided wrongly. If losses differ only from step 2 or 3 on, the cause is clipping, weight decay, or precision.
+# - Memory does not fall from stage 2 to 3: most of the memory is activations, which ZeRO does not divide.
+# - `engine.train_batch_size()` (but see [the exception](#tensor-and-pipeline-parallelism-in-deepspeed)), `engine.zero_optimization_stage()` and `engine.gradient_clipping()` are the settings that the engine uses. Print them in the first line of every job's log.
 #
 # ```{admonition} On more GPUs
 # :class: note
 #
 # On more GPUs equality and bytes are the same. DeepSpeed's times are not, since its ranks use gloo here.
-# With a second GPU you could measure nccl with `overlap_comm`, how much of stage 3's gathers computing hides,
-# and offload with a host connection for each GPU. Run the lab's table of tokens per second again there, with `--price`.
+# With a second GPU you can measure nccl with `overlap_comm`, the share of stage 3's gathers that is hidden,
+# and offload with a host connection for each GPU. Run the lab again on these GPUs, with `--price`.
 # ```
 #
 # ## Exercises
@@ -1103,9 +1100,9 @@ check(answer, "deepspeed_cost")
 # :label: ex-deepspeed-engine-config
 # ```
 #
-# Write the dictionary by hand, in DeepSpeed's words: float32, ZeRO stage 2, micro-batches of one sequence, two of them per step, losses equal to those of one process.
+# Write DeepSpeed's dictionary by hand: float32, ZeRO stage 2, micro-batches of one sequence, two of them per step, losses equal to those of one process.
 # Communication shall overlap with backward. The buckets shall take at most one megabyte ($10^6$ bytes), and at least half of it.
-# The check gives it to DeepSpeed on two ranks, with a torch AdamW.
+# The check gives the dictionary to DeepSpeed on two ranks, with a torch AdamW.
 
 # %%
 answer = ...  # {"train_micro_batch_size_per_gpu": …}
@@ -1173,9 +1170,9 @@ check(answer, "deepspeed_log")
 # :class: dropdown
 # ```
 #
-# $8.03\cdot10^9$ parameters of 2 bytes are 16.06 GB, which is 14.96 GiB: the log means GiB, and every rank holds the whole model. Each has sequences of its own. These are copies: data parallelism, whatever the job was asked for.
-# The log counts as generated the tokens of the input, $4 \times 8 \times 512$. Only 64 tokens of each sequence are new.
-# Its price counts one GPU instead of four, and 512 tokens of a sequence instead of 64: it is too low by factors of four and of eight.
+# $8.03\cdot10^9$ parameters of 2 bytes are 16.06 GB, which is 14.96 GiB: the log means GiB, and every rank holds the whole model. Each rank has sequences of its own. So the job was data parallel, whatever it was asked for.
+# The log counts the tokens of the input, $4 \times 8 \times 512$, as generated. Only 64 tokens of each sequence are new.
+# The price counts one GPU instead of four, and 512 tokens of a sequence instead of 64, so it is too low by factors of four and eight.
 
 # %%
 assert round(8.03e9 * 2 / 2**30, 2) == 14.96
@@ -1193,7 +1190,7 @@ check(answer, "deepspeed_log")
 # :label: ex-deepspeed-engine-arithmetic
 # ```
 #
-# Return the accumulation for any job, as an `int`. Raise `ValueError` when no whole number fits.
+# Return the number of micro-batches to accumulate for any job, as an `int`. Raise `ValueError` when no whole number fits.
 
 # %%
 def my_accumulation(train_batch, micro_batch, world_size, tp, pp):
@@ -1239,7 +1236,7 @@ check(my_accumulation)
 # ```
 #
 # Write the rule by which you would configure a job: the first of `(0, "none")`, `(1, "none")`, `(2, "none")`, `(3, "none")`, `(3, "parameters")` whose states take at most 70 % of a GPU, or `None`.
-# All GPUs share the host, and what is offloaded from all of them has to fit in it. `params` is the number of parameters, `gpu` and `host` are bytes. Train in bf16 with AdamW.
+# All GPUs share the host, whose memory has to hold the offloaded states of all GPUs. `params` is the number of parameters, `gpu` and `host` are bytes. Train in bf16 with AdamW.
 
 # %%
 def my_choice(params, gpus, gpu, host):
@@ -1284,15 +1281,15 @@ check(my_choice)
 # - One dictionary chooses among data parallelism, ZeRO, offload and tensor parallelism. Forward, backward and step are calls of the engine.
 # - The engine computes what you configured: if you leave out `gradient_clipping`, it is 1.0 since version 0.19.3. With 0.0 every stage equals one process up to rounding.
 # - Train batch = micro-batch × accumulation × copies, and copies are $N/(tp)$.
-# - Recomputation has to be asked for in the model's code; buckets take $5\cdot10^8$ times the bytes of their type, twice with overlap, unless you make them smaller.
-# - A checkpoint loads on as many ranks as wrote it; converted to the universal format it loads on any number. A plain state dict needs no DeepSpeed.
+# - Recomputation needs a call in the model's code; buckets take $5\cdot10^8$ times the bytes of their dtype, twice with overlap, unless you make them smaller.
+# - A checkpoint loads on the number of ranks that wrote it; in the universal format it loads on any number. A plain state dict needs no DeepSpeed.
 # - Stage 3 is for states that do not fit otherwise; with some thousand tokens per GPU and more, computation hides its gathers.
 #
 # ## Further reading
 #
 # - {cite:t}`rasley2020deepspeed`: the engine, by its makers.
-# - {cite:t}`rajbhandari2020zero`: what the stages are; section 7 has the traffic in the table above.
+# - {cite:t}`rajbhandari2020zero`: the stages; section 7 has the traffic in the table above.
 # - {cite:t}`ren2021offload`: when the host's memory and processor are worth it.
-# - {cite:t}`rajbhandari2021infinity`: offload to the end, disks included.
-# - {cite:t}`lian2024universal`: universal checkpoints, across all kinds of cuts.
+# - {cite:t}`rajbhandari2021infinity`: offload of all states, to disks as well.
+# - {cite:t}`lian2024universal`: universal checkpoints for all kinds of parallelism.
 # - {cite:t}`narayanan2021megatron`: the appendix derives the operations per token.

@@ -952,9 +952,9 @@ except ranks.RankError as error:
 # %% [markdown]
 # But rank 1's *experts* get rows from other ranks. Every rank has to call every exchange, in forward and in backward, with empty tensors if it has no tokens.
 #
-# ### What one sees
+# ### Symptoms and causes
 #
-# | what one sees | what it is |
+# | symptom | cause |
 # |---|---|
 # | one rank computes, the others wait in all-to-all | collapse, or text whose tokens all choose one expert: look at `experts.compute_loads` |
 # | memory runs out on one rank, in some step | the layer is dropless, and most tokens chose this rank's experts |

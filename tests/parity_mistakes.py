@@ -432,7 +432,7 @@ LESSON_MISTAKES: dict[
         "one layout is many times slower": SECONDS,
         "a small model does not get faster": SECONDS,
         "predicted and measured agree on one node": SECONDS,
-        "the planner's first three": SECONDS,
+        "the planner's first three layouts": SECONDS,
         "fitted constants are absurd": SECONDS,
     },
 }

@@ -13,7 +13,7 @@ from .plan import Candidate, Plan
 from .rates import Rates
 
 # Median relative error of predicted reserved bytes, on rows that were not fitted:
-# lessons/strategy.md, "Predicted beside measured".
+# lessons/strategy.md, "Predicted and measured steps compared".
 MEMORY_ERROR = 0.07
 LOW_MFU = 0.25  # MFU below which a layout gets a warning
 LINE_WIDTH = 90  # characters of a line on the site's pages

@@ -89,7 +89,7 @@ QUERIES = {
     "how many tokens fit": ["lessons/context_parallel.html#how-many-tokens-fit"],
     "zero_grad": ["lessons/data_parallel.html"],
     # Sections that synonyms.yml puts first.
-    "which gpu": ["cluster.html#which-gpu", "strategy.html#choosing"],
+    "which gpu": ["cluster.html#device-numbers", "strategy.html#choosing"],
     "bf16": ["train.html#bf16"],
     "GQA": ["tensor_parallel.html#today", "memory.html#a-model-of-today"],
 }

@@ -14,20 +14,20 @@
 # ---
 
 # %% [markdown]
-# # Clusters: your script as a job
+# # Clusters: training jobs with Slurm and `torchrun`
 #
 # After this lesson you can
 #
 # - write a batch script for one GPU and for several nodes, and say what each line does;
-# - have a job save before its time limit, go back into the queue, and go on after a rank was lost;
+# - let a job save before its time limit, requeue itself, and resume after a rank was lost;
 # - say whether a job uses its GPUs, and which rank holds up the others;
 # - find the rank, the collective and the line at which a job hangs;
-# - examine the nodes before a job, with one command.
+# - check the nodes before a job, with one command.
 #
 # You have a script that trains on one GPU, and an account on a cluster.
-# The cluster's machines are *nodes*. You log in to one of them, the *login node*; those with GPUs are the *compute nodes*.
-# You do not start programs on compute nodes yourself. You hand a *job* to the *scheduler*: what shall run, on how many nodes and GPUs, and for how long.
-# The scheduler starts it when so many are free. Here it is Slurm; [PBS and Kubernetes](#the-same-job-under-pbs-and-kubernetes) follow near the end.
+# The cluster's machines are *nodes*. You log in to one of them, the *login node*; the nodes with GPUs are the *compute nodes*.
+# You do not start programs on compute nodes yourself. You submit a *job* to the *scheduler*: a program, the number of nodes and GPUs, and a time limit.
+# The scheduler starts the job when enough nodes are free. This page uses the scheduler Slurm; [PBS and Kubernetes](#the-same-job-under-pbs-and-kubernetes) follow near the end.
 #
 # ![On the left the login node, on which you call sbatch. The job goes into the queue, and the scheduler starts it when two nodes are free. On the first of two compute nodes the batch script runs, once. Its srun starts one torchrun on each node, and each torchrun starts two ranks. All nodes see one shared file system.](../figures/cluster_job.svg)
 
@@ -66,13 +66,13 @@ FOLDER = Path(TEMPORARY.name)
 # ## One GPU: a batch script
 #
 # A *batch script* is a shell script whose first comments are options for the scheduler.
-# This one is for a script that knows nothing of ranks, as [the first stage of the training script](train.md#training-script-from-one-process-to-many).
+# This batch script runs a script that knows nothing of ranks, like [the first stage of the training script](train.md#training-script-from-one-process-to-many).
 
 # %%
 sessions.show_job("one.sbatch")
 
 # %% [markdown]
-# You hand it in with `sbatch one.sbatch train.py --steps 1000`. What follows its name arrives in it as `"$@"`.
+# You submit it with `sbatch one.sbatch train.py --steps 1000`. The batch script gets the arguments after its name as `"$@"`.
 # `sbatch` prints the job's number and returns at once. `squeue` lists the jobs, and `scancel NUMBER` ends one.
 
 # %%
@@ -83,20 +83,19 @@ sessions.show_session("one")
 #
 # ### The environment inside a job
 #
-# The job runs on another machine than the one on which you tried your script.
-# Most sites pass the variables of the shell in which you call `sbatch` on to the job. Do not rely on it: let the batch script set up everything that the script needs.
+# The job does not run on the machine on which you tried your script.
+# Most sites pass the environment variables of your `sbatch` shell on to the job. Do not rely on it: let the batch script set up everything that the script needs.
 #
 # | you need | the line in the batch script |
 # |---|---|
 # | programs that the site installs | `module load NAME/VERSION`; `module avail` lists them |
 # | your own Python packages | `source /shared/venv/bin/activate`, a virtual environment in a folder that all nodes see |
-# | or a container | `srun apptainer exec --nv IMAGE.sif python "$@"`; `--nv` passes the GPUs on |
+# | the same in a container | `srun apptainer exec --nv IMAGE.sif python "$@"`; `--nv` passes the GPUs on |
 # | data and models of Hugging Face | `export HF_HOME=/shared/hf HF_HUB_OFFLINE=1` |
 #
 # Compute nodes often have no internet. Fetch data, models and packages on the login node, into a folder that all nodes see.
-# [`HF_HUB_OFFLINE=1`](https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables) then turns waiting for a network into an error at once.
-#
-# Where the environment is not activated, the node does not find your programs. Slurm says so in the name of a system call:
+# [`HF_HUB_OFFLINE=1`](https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables) then raises an error at once instead of waiting for a network.
+# If the environment is not activated, the node does not find your programs. Slurm's error names a system call:
 
 # %%
 sessions.show_session("path")
@@ -104,25 +103,25 @@ sessions.show_session("path")
 # %% [markdown]
 # `execve(): torchrun: No such file or directory` means that no `torchrun` is in the job's `PATH`: activate the environment in the batch script.
 #
-# The commands of this course that look at a job, `doctor` and `cluster watch`, run inside the job.
-# So its environment needs the course's package (`pip install -e .` in the course's folder) and, for the figures of GPUs, `pip install nvidia-ml-py`.
+# The course's commands that examine a job, `doctor` and `cluster watch`, run inside the job.
+# So its environment needs the course's package (`pip install -e .` in the course's folder) and, for GPU metrics, `pip install nvidia-ml-py`.
 #
-# ### It stays in the queue
+# ### The job stays in the queue
 #
 # `squeue` gives the reason in its last column.
-# `Priority` and `Resources` mean that other jobs come first. Some reasons never end by themselves:
+# `Priority` and `Resources` mean that other jobs come first. With other reasons a job waits for ever:
 
 # %%
 sessions.show_session("pending")
 
 # %% [markdown]
-# Nodes are grouped into *partitions*, and each has a longest time. `sinfo -o '%P %l'` lists both.
-# `PartitionTimeLimit`: the job asks for more than its partition allows, so it waits for ever. Ask for less, or name another partition with `--partition`.
+# Nodes are grouped into *partitions*, each with a maximal time limit. `sinfo -o '%P %l'` lists partitions and limits.
+# `PartitionTimeLimit`: the job asks for more time than its partition allows, so it waits for ever. Ask for less time, or name another partition with `--partition`.
 # Some sites refuse such a job at once: `Requested time limit is invalid`.
 #
 # ### A small Slurm on your own machine
 #
-# Slurm is made of ordinary programs: `slurmctld` decides, and a `slurmd` on each node starts what it is told to.
+# Slurm is made of ordinary programs: `slurmctld` decides, and a `slurmd` on each node starts the programs.
 # So a cluster of two nodes fits on your machine, and a mistake in a batch script costs seconds instead of a night in the queue:
 #
 # ```bash
@@ -133,20 +132,20 @@ sessions.show_session("pending")
 # ```
 #
 # Only `apt-get` needs root. It starts no system service, and listens on the loopback interface alone.
-# Scheduler, signals, queue and files are real. Pretended are the nodes, which are both this machine, and the GPUs, which are devices such as `/dev/null`: Slurm can count them, and no script can compute on them.
+# Scheduler, signals, queue and files are real. Both nodes are this machine, and the GPUs are devices such as `/dev/null`: Slurm can count them, but no script can compute on them.
 #
-# Where Slurm is installed, a page runs the sessions that are short. Elsewhere, and where a session is long, it shows what was recorded, and says when.
+# If Slurm is installed, a page executes its short sessions. Otherwise, and for long sessions, it shows a dated recording.
 #
 # ## Two nodes
 #
 # On several GPUs a script runs as several processes, the [ranks](train.md#ranks-a-process-group-and-a-device).
-# The program that starts a node's ranks, tells each who it is, and ends all when one fails is a *launcher*. PyTorch's is `torchrun`.
-# On two nodes there are two of them. They find each other at an address that both are given, and number the ranks; this meeting is the *rendezvous*.
-# [A launcher from scratch](elastic.md) builds one.
+# A *launcher* is the program that starts a node's ranks, tells each rank its number, and ends all ranks when one fails. PyTorch's launcher is `torchrun`.
+# On two nodes there are two launchers. They find each other at an address that both are given, and number the ranks; this step is the *rendezvous*.
+# [A launcher from scratch](elastic.md) builds a launcher.
 #
 # ### The batch script, line by line
 #
-# Slurm runs the batch script once, on the job's first node. `srun` is what starts a program on all of them.
+# Slurm runs the batch script once, on the job's first node. `srun` starts a program on all nodes.
 
 # %%
 sessions.show_job("torchrun.sbatch")
@@ -155,17 +154,17 @@ sessions.show_job("torchrun.sbatch")
 # | line | why |
 # |---|---|
 # | `#SBATCH …` | options, as comments; after the first command Slurm ignores them, silently |
-# | `--ntasks-per-node=1` | a *task* is one start of the program by `srun`. Each `torchrun` starts its node's ranks itself, so one is enough; with 2 there are twice as many ranks as GPUs |
+# | `--ntasks-per-node=1` | a *task* is one start of the program by `srun`. Each `torchrun` starts its node's ranks itself, so one task is enough; with two tasks there are twice as many ranks as GPUs |
 # | `--output`, `--error` | one file each for all ranks, in the folder where you called `sbatch`. A folder in these names must exist, else the job fails at once, without output (`JobLaunchFailure`) |
 # | `first`, `address` | the first node's name, and the address at which Slurm reaches it: there the launchers meet |
-# | `port=…` | from the job's number: two jobs that share a node must not meet |
-# | `srun --cpus-per-task` | said again, because `srun` does not inherit it from `sbatch` since Slurm 22.05 {cite}`schedmd2026srun` |
+# | `port=…` | computed from the job's number, so that two jobs on one node use different ports |
+# | `srun --cpus-per-task` | repeated, because `srun` does not inherit it from `sbatch` since Slurm 22.05 {cite}`schedmd2026srun` |
 # | `--kill-on-bad-exit=1` | when one task fails, the others end |
 #
-# What `torchrun` is given there, and a few options more; the defaults are those of the installed version.
+# The table has the options of `torchrun` in this script, and a few more, with the defaults of the installed version.
 
 # %% tags=["hide-input"]
-# Table: torchrun's options, their defaults, and what each gives
+# Table: torchrun's options, their defaults, and their meaning
 
 from torch.distributed.run import get_args_parser
 
@@ -196,53 +195,53 @@ show.table(rows, ["option", "default", "what it gives"])
 
 # %% [markdown]
 # `torchrun`'s options come before the script's name, the script's own after it.
-# `sbatch torchrun.sbatch train.py --folder runs/a` submits it. Here it starts `steps.py`, which says who it is.
+# `sbatch torchrun.sbatch train.py --folder runs/a` submits it. Here it starts `steps.py`, which prints its rank.
 
 # %%
 sessions.show_session("torchrun", live=False)
 
 # %% [markdown]
-# The lines are sorted here; in the file, ranks write as they please.
+# The lines are sorted here; in the file, the ranks' lines are in any order.
 # `LOCAL_RANK` is a rank's number on its node and chooses its GPU. `RANK`, over all nodes, is for everything else.
 #
-# `srun` can start the ranks itself, without `torchrun`. Then the script needs four names that `torchrun` would have set, and Slurm has all of them:
+# `srun` can start the ranks itself, without `torchrun`. Then the script needs four variables that `torchrun` would have set, and Slurm has all four values:
 
 # %%
 sessions.show_job("srun.sbatch")
 
 # %% [markdown]
-# What you give up are restarts inside the job.
-# The [tests](../tests/test_cluster_slurm.py) run these files as they are, with [our script](train.md#the-script-to-take-home): under both, losses equal those of one process, to 1e-5.
+# Without `torchrun` there are no restarts inside the job.
+# The [tests](../tests/test_cluster_slurm.py) run both batch scripts with [our script](train.md#the-script-to-take-home): the losses equal those of one process, to 1e-5.
 #
 # ### Rank 0 is not on node 0
 #
 # With `c10d`, `torchrun` sorts the nodes by address, as text: `node10` comes before `node2`.
 # So print and save by `RANK`, and never by Slurm's number of the node, `SLURM_NODEID`.
 #
-# The node that the endpoint names has to serve the meeting. Each `torchrun` decides by the name whether that is itself.
-# At some sites the endpoint is a name that no node calls itself, such as `node1i` for node1 on the InfiniBand network: then nobody serves, and all wait.
-# There `--rdzv-conf=is_host=…` decides, with 1 on the first node and 0 on the others. Single quotes let each node compute its own:
+# The node at the endpoint has to serve the rendezvous. Each `torchrun` compares the endpoint's name with its own host name to decide if it serves.
+# At some sites no node's host name is the endpoint's name, such as `node1i` for node1 on the InfiniBand network: then no node serves, and all wait.
+# There, set `--rdzv-conf=is_host=…` to 1 on the first node and to 0 on the others. Single quotes let each node compute its own value:
 #
 # ```bash
 # srun bash -c 'torchrun --rdzv-conf=is_host=$((SLURM_NODEID == 0)) … "$@"' torchrun "$@"
 # ```
 #
-# ### Which GPU is mine
+# ### Device numbers: which GPU a task sees
 
 # %%
 sessions.show_session("gpus")
 
 # %% [markdown]
-# With `--gpus-per-node=2` every task sees both, and the device is `cuda:LOCAL_RANK`.
-# With `--gpus-per-task=1` each task sees one. CUDA counts what it sees from 0, so it is `cuda:0` for all of them, and `cuda:1` is an invalid device on the second.
+# With `--gpus-per-node=2` every task sees both GPUs, and the device is `cuda:LOCAL_RANK`.
+# With `--gpus-per-task=1` each task sees one GPU. CUDA numbers visible GPUs from 0, so the device is `cuda:0` in all tasks, and `cuda:1` is invalid in the second task.
 # A script that takes `LOCAL_RANK % torch.cuda.device_count()` is right in both cases.
 #
 # ````{admonition} Checked: "export CUDA_VISIBLE_DEVICES=0,1,2,3 gives the job its GPUs"
 # :class: checked
 #
-# Many batch scripts hold that line. Two jobs with one GPU each share a node below, and both say it.
-# Under `srun` it has no effect: Slurm sets the variable anew for every step.
-# Without `srun` it has too much: the process sees GPUs of the other job. Where the site confines devices with cgroups they cannot be opened; where it does not, two jobs compute on one GPU.
+# Many batch scripts have this line. In the session below, two jobs with one GPU each share a node, and both set the variable.
+# Under `srun` the line has no effect: Slurm sets the variable anew for every step.
+# Without `srun` the process sees GPUs of the other job. If the site confines devices with cgroups, these GPUs cannot be opened; if not, two jobs compute on one GPU.
 # Ask for GPUs with `--gpus-per-node`, and leave the variable alone.
 # ````
 
@@ -253,107 +252,106 @@ sessions.show_session("devices", live=False)
 # ````{admonition} Checked: "use $RANDOM as --rdzv-id"
 # :class: checked
 #
-# It depends on quotes. Between double quotes the batch script replaces `$RANDOM` once, before `srun` starts anything.
+# This depends on quotes. Between double quotes the batch script replaces `$RANDOM` once, before `srun` starts anything.
 # Between single quotes every node draws a number of its own, and the nodes wait for each other until the rendezvous times out.
-# `$SLURM_JOB_ID` cannot go wrong, and leads from a log to its job.
+# `$SLURM_JOB_ID` is the same on all nodes, and identifies the job in a log.
 # ````
 
 # %%
 sessions.show_session("random")
 
 # %% [markdown]
-# ### When they do not meet
+# ### Rendezvous errors
 #
-# Each row of this table is [a test](../tests/test_elastic.py).
+# [Tests](../tests/test_elastic.py) produce each row of this table.
 #
 # | what is wrong | what you see |
 # |---|---|
 # | a node does not come | `RendezvousTimeoutError`, after `join_timeout`, 600 s |
-# | the address is wrong, or nobody serves it | `RendezvousConnectionError: The connection to the C10d store has failed`, after `read_timeout`, 60 s |
-# | two jobs, or two ids, at one port | one of these two; no word of ids |
+# | the address is wrong, or no node serves it | `RendezvousConnectionError: The connection to the C10d store has failed`, after `read_timeout`, 60 s |
+# | two jobs, or two ids, at one port | one of the two errors above, without the ids |
 # | the wrong interface: `GLOO_SOCKET_IFNAME=ib7` | the rank raises, and names `ib7` |
 # | node 0's name has no address, as in containers | `The IPv6 network addresses of (NAME, PORT) cannot be retrieved`, again and again |
 #
-# `--local-addr` gives an address in its place: with `--standalone`, 127.0.0.1.
+# In the last case give an address with `--local-addr`: with `--standalone`, 127.0.0.1.
 #
 # `torchrun` listens on all interfaces of the first node, without a password.
 #
-# ## Before the time limit
+# ## Save before the time limit and requeue
 #
 # A job that reaches `--time` gets SIGTERM, and SIGKILL some seconds later (30 by default, the site's `KillWait`).
-# That is short for a checkpoint. So ask for a signal of your own earlier, save, and go back into the queue:
+# These seconds may be too few for a checkpoint. So ask for an earlier signal, save, and requeue the job:
 
 # %%
 sessions.show_job("requeue.sbatch")
 
 # %% [markdown]
 # `--signal=USR1@120` sends SIGUSR1 to all processes that `srun` has started, and none to the batch script, 120 seconds before the end.
-# Slurm is not punctual: it may send it up to 60 seconds *earlier* than asked {cite}`schedmd2026sbatch`.
+# Slurm may send the signal up to 60 seconds *earlier* than asked {cite}`schedmd2026sbatch`.
 # Ask for more seconds than a step and a save need together.
 #
-# All ranks have to leave after the same step, though the signal reaches them at different moments. A rank that left earlier would leave the others waiting.
-# So at each step every rank adds a flag to an all-reduce, 1 if it has got the signal. When the sum is not 0, all of them save after that step, and stop.
-# They end with status 0 and leave the file `stopped`; the batch script sees it, and puts its own job back into the queue.
-# Another status would look like a failure to `torchrun`, which would start all ranks again.
+# All ranks have to stop after the same step, though the signal reaches them at different moments. If one rank stopped earlier, the others would wait for it.
+# So at each step every rank adds a flag to an all-reduce, 1 if it has received the signal. When the sum is not 0, all ranks save after this step, and stop.
+# They end with status 0 and create the file `stopped`; the batch script finds the file, and requeues its own job.
+# `torchrun` would take another status for a failure, and start all ranks again.
 
 # %%
 sessions.show_session("requeue", live=False)
 
 # %% [markdown]
-# `scancel --signal` sends the same signal by hand: so you try this without waiting for the time limit.
-# A requeued job keeps its number, and so its folder. It waits two minutes before it may start (`BeginTime`); `scontrol update` takes that away.
-# The test stops [our script](train.md#the-script-to-take-home) in this way, and finds each step once, with the losses of one process.
+# `scancel --signal` sends the same signal by hand: with it you can try this without waiting for the time limit.
+# A requeued job keeps its number, and so its folder. It waits two minutes before it may start (`BeginTime`); `scontrol update` removes this delay.
+# The test stops [our script](train.md#the-script-to-take-home) in this way, and checks that each step ran once, with the losses of one process.
 #
 # ````{admonition} Checked: "USR1 makes the job save"
 # :class: checked
 #
-# It makes the *ranks* save, if they handle the signal. `torchrun` does not, and SIGUSR1 ends a process that does not handle it: status 138, which is 128 + 10.
-# `set -e` then ends the batch script before it looks for `stopped`, and nothing is requeued, though everything was saved.
+# The signal makes the *ranks* save, if they handle it. `torchrun` does not handle SIGUSR1, so the signal ends it with status 138, which is 128 + 10.
+# `set -e` then ends the batch script before it looks for `stopped`, and the job is not requeued, though everything was saved.
 # `--signals-to-handle` (torch 2.13) passes the signal on, but `torchrun` still ends with 1.
-# `trap "" USR1; exec torchrun` lets `torchrun` and what it starts ignore the signal; a rank that then sets a handler of its own gets it all the same.
+# After `trap "" USR1; exec torchrun`, `torchrun` and its processes ignore the signal; a rank that then sets its own handler still receives it.
 # ````
 
 # %%
 sessions.show_session("usr1", live=False)
 
 # %% [markdown]
-# ## A rank is killed, and training goes on
+# ## Restarting all ranks after one is lost
 #
-# A rank can be lost at any time: a GPU fails, memory runs out, somebody kills it.
-# The other ranks cannot go on without it. With `--max-restarts=3`, `torchrun` ends them and starts all of them again, up to three times.
-# This helps a script that saves, and that resumes from what is there. This one saves after every fifth step. In its first run rank 1 kills itself after step 12.
+# A rank can be lost at any time: a GPU fails, memory runs out, or somebody kills the process. The other ranks cannot continue without it. With `--max-restarts=3`, `torchrun` ends them and starts all of them again, up to three times.
+# This helps a script that saves, and resumes from the last save. The script below saves after every fifth step. In its first run rank 1 kills itself after step 12.
 
 # %%
 show.file(sessions.JOBS / "killed.py", "python")
 
 # %% [markdown]
-# The batch script is the same. The variable is explained [below](#the-store-of-all-rounds).
+# The batch script is the same as before. A later section explains [the variable](#the-rendezvous-store-one-per-round) in the session's first line.
 
 # %%
 sessions.show_session("killed", live=False)
 
 # %% [markdown]
-# Steps 11 and 12 are made twice, because they came after the last save. All losses equal those of a single process.
-# The job lost two steps, and the seconds in which four interpreters imported torch again.
+# Steps 11 and 12 are computed twice, because they came after the last save. All losses equal those of a single process.
+# The job lost two steps, and the time in which four processes imported torch again.
 # Such interruptions come every few hours in a job of a thousand GPUs, as [Checkpoints](checkpoint.md#mean-time-between-failures) counts.
 #
-# ### Who failed first
+# ### Which rank failed first
 #
-# Each `torchrun` names a "root cause" among *its own* ranks. On the other nodes that is a rank whose connection was closed, and not the cause.
+# Each `torchrun` names a "root cause" among *its own* ranks. On nodes without the failed rank, this is only a rank whose connection was closed.
 # Decorate `main` with `@record` (`torch.distributed.elastic.multiprocessing.errors`), and every rank that raises leaves `LOGS/ID_…/attempt_0/LOCAL_RANK/error.json`.
-# Over all nodes, the earliest is the cause.
+# The earliest of these files on all nodes is from the rank that failed first.
 #
 # ````{admonition} Checked: "the timestamp in error.json tells who was first"
 # :class: checked
 #
-# It is in whole seconds (torch 2.13), and victims follow within milliseconds: [the test](../tests/test_elastic.py) finds ten digits and no more.
-# The file's own time of change is finer. On a shared file system, `ls -tr --full-time logs/*/attempt_0/*/error.json | head -1` names the first.
+# The timestamp has whole seconds (torch 2.13), and other ranks fail within milliseconds: [the test](../tests/test_elastic.py) finds ten digits.
+# The file's modification time is finer. On a shared file system, `ls -tr --full-time logs/*/attempt_0/*/error.json | head -1` names the first.
 # ````
 #
 # ### What a fault costs
 #
-# `benchmarks/elastic.py` has measured it: two nodes on one machine, four ranks, a small GPT, a checkpoint after every fifth step. After step 12 something happens.
-# The seconds go from the last step before it to the first step after it.
+# `benchmarks/elastic.py` measured two nodes on one machine with four ranks, a small GPT, and a checkpoint after every fifth step. Each fault comes after step 12.
+# The seconds are the time from the last step before the fault to the first step after it.
 
 # %% tags=["hide-input"]
 # Table: what faults cost, recorded by benchmarks/elastic.py
@@ -371,31 +369,30 @@ head = ["what happens", "seconds", "steps lost", "ranks after (of 4)"]
 show.table(rows, head, caption=caption)
 
 # %% [markdown]
-# - Most seconds are the script's start, its imports above all, which no launcher can spare.
-# - No more is lost than the steps since the last save.
-# - An agent is torchrun's process on a node. When it alone is killed, its ranks do not notice, and train on. Nobody watches them any more: at the next fault they wait for ever, and they hold their GPUs until somebody ends them. Slurm does so when the job ends.
-# - The store is where the agents meet. A dash: the job ends with it, and only the scheduler can start it again, which is what requeueing is for.
+# - Most of the time is the script's start, mainly its imports, which no launcher can avoid.
+# - Only the steps since the last save are lost.
+# - An agent is torchrun's process on a node. When it alone is killed, its ranks do not notice, and continue training without an agent. At the next fault they wait for ever, and hold their GPUs until they are killed. Slurm kills them when the job ends.
+# - The agents exchange data through the store. A dash means that the job ended with the store, and only the scheduler can start it again, by requeueing.
 #
-# ### The store of all rounds
+# ### The rendezvous store: one per round
 #
 # Each start of the ranks is a *round*. By default `torchrun` keeps one store of addresses for the ranks of *all* rounds.
-# A restarted rank can find the address of a dead one there, and waits for it: `connectFullMesh failed … Connection refused`.
+# A restarted rank can find the address of a dead rank in this store, and waits for that rank: `connectFullMesh failed … Connection refused`.
 # `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` gives each round its own store. Set it wherever you allow restarts.
-# The [test](../tests/test_elastic.py) lets a rank of the first round write a key, and a rank of the second finds it; with the variable set it does not (torch 2.13).
+# In the [test](../tests/test_elastic.py), a rank of the first round writes a key, and a rank of the second round finds it, but not if the variable is set (torch 2.13).
 #
-# ### What no restart helps against
+# ### Faults that no restart repairs
 #
-# - The first node is lost: the job goes with it.
+# - The first node is lost: the job ends.
 # - A bad sample: the same step fails in every round, until no restart is left. Find it, or skip it.
-# - A full disk: every save fails, so every round begins at the same step. [Checkpoints](checkpoint.md#a-full-disk-and-a-folder-that-is-not-shared)
+# - [A full disk](checkpoint.md#a-full-disk-and-a-folder-that-is-not-shared): every save fails, so every round begins at the same step.
 # - A node that is only slow: nothing fails. See [the straggler](#step-times-hide-the-straggler).
 #
 # ## Is my job using its GPUs?
 #
-# A scheduler counts GPUs that are *allocated*, whether they compute or wait. `nvidia-smi` shows their utilisation, and many people stop when it says 100 %.
-# By NVIDIA's definition that is the [share of time in which at least one kernel ran](https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html), a *kernel* being one operation on the GPU.
-# How much of the GPU that kernel used, it does not say.
-# The same holds for a processor's core. Here one multiplies small matrices for half a second, and then large ones.
+# A scheduler counts GPUs that are *allocated*, whether they compute or wait. `nvidia-smi` shows their utilisation, and many people are content with 100 %.
+# NVIDIA defines utilisation as the [share of time in which at least one kernel ran](https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html). A *kernel* is one operation on the GPU. Utilisation does not say how much of the GPU this kernel used.
+# The same holds for a CPU core. The cell multiplies small matrices for half a second, and then large matrices.
 
 # %% tags=["hide-input", "measured"]
 # Table: busy and useful, for small and for large products
@@ -423,7 +420,7 @@ show.table(rows, ["rows of the matrix", "core busy (% of time)", "GFLOP/s"])
 # ```{admonition} Checked: "the GPUs are at 100 %, so they are used"
 # :class: checked
 #
-# In the table the core is equally busy with both sizes, and does many times the work with one of them.
+# In the table the core is equally busy with both sizes, but does many times as much work with large matrices.
 # A GPU that waits for other ranks is at 100 %, too: [each collective of nccl is a kernel](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/overview.html), which runs while it waits.
 # ```
 #
@@ -431,21 +428,21 @@ show.table(rows, ["rows of the matrix", "core busy (% of time)", "GFLOP/s"])
 #
 # | number | from | what it tells |
 # |---|---|---|
-# | utilisation | nvidia-smi, NVML | whether anything ran: near 0, the GPU waits for the processor or for data |
-# | `DCGM_FI_PROF_SM_ACTIVE` | DCGM | how many of the GPU's multiprocessors have work; NVIDIA calls 0.8 necessary, and under 0.5 probably ineffective |
-# | `DCGM_FI_PROF_PIPE_TENSOR_ACTIVE` | DCGM | fraction of cycles in which tensor cores work: they give the FLOP/s of the data sheet |
-# | `DCGM_FI_PROF_DRAM_ACTIVE` | DCGM | the same of memory. If it is high and tensor cores are idle, memory is the limit |
+# | utilisation | nvidia-smi, NVML | near 0: the GPU waits for the CPU or for data |
+# | `DCGM_FI_PROF_SM_ACTIVE` | DCGM | fraction of the GPU's multiprocessors with work; NVIDIA calls 0.8 necessary, and under 0.5 probably ineffective |
+# | `DCGM_FI_PROF_PIPE_TENSOR_ACTIVE` | DCGM | fraction of cycles in which tensor cores work; only tensor cores reach the data sheet's FLOP/s |
+# | `DCGM_FI_PROF_DRAM_ACTIVE` | DCGM | the same for memory. If high while tensor cores are idle, memory is the limit |
 # | power, clock, reasons for a lower clock | nvidia-smi, NVML | power far below the limit: little work. One GPU too hot: that rank is slow |
-# | MFU (model FLOP utilisation) | your script | operations that the model needs, over what the GPUs could do in that time {cite}`chowdhery2022palm`: being merely busy does not raise it |
+# | MFU (model FLOP utilisation) | your script | operations that the model needs, divided by the operations that the GPUs could do in the same time {cite}`chowdhery2022palm`: busy waiting does not raise it |
 #
-# NVML is the library of NVIDIA's driver, DCGM a service of the node's; [its overview](https://docs.nvidia.com/datacenter/dcgm/latest/user-guide/feature-overview.html) has the definitions.
-# Many sites draw them for each job: [LLview](https://github.com/FZJ-JSC/LLview) comes from Jülich, [jobstats](https://github.com/PrincetonUniversity/jobstats) from Princeton.
-# Look there first. They sample once in minutes; what happens between two samples you sample yourself.
+# NVML is the library of NVIDIA's driver, DCGM a service on the node; [its overview](https://docs.nvidia.com/datacenter/dcgm/latest/user-guide/feature-overview.html) has the definitions.
+# Many sites plot these numbers for each job: [LLview](https://github.com/FZJ-JSC/LLview) comes from Jülich, [jobstats](https://github.com/PrincetonUniversity/jobstats) from Princeton.
+# Look at your site's plots first. They have one sample in minutes; for shorter intervals, sample yourself.
 #
 # ### Sample each rank
 #
-# A sampler asks the driver and the operating system, and changes nothing.
-# On a machine of your own you give it the launcher; in Slurm you start it inside the job that runs, once on each node:
+# A sampler reads counters of the driver and the operating system, and does not change the job.
+# On your own machine you pass it the launcher's process id; in Slurm you start it inside the running job, once on each node:
 #
 # ```bash
 # python -m shardlab cluster watch runs/one --pid $(pgrep -n torchrun)
@@ -457,7 +454,7 @@ show.table(rows, ["rows of the matrix", "core busy (% of time)", "GFLOP/s"])
 # The next cell watches two ranks for two seconds. In the middle rank 0 alone writes a file, for 0.7 s.
 
 # %% tags=["hide-input", "measured"]
-# Runs two ranks of DDP, and draws what each of them used
+# Runs two ranks of DDP, and draws the resources that each used
 
 
 def train_and_sample(folder):
@@ -542,16 +539,16 @@ alt += "each called a step's first collective: rank 1 comes last, by the same di
 show.figure(straggler.draw_delays(delays, durations), alt, "cluster-straggler")
 
 # %% [markdown]
-# Each step ends when the last rank has come, so all steps take equally long. What tells ranks apart is when each *arrives* at the collective.
-# PyTorch's flight recorder, a list that each rank keeps of its last collectives, has the moment at which the *processor* queued each of them.
-# With gloo that is the rank's arrival. With nccl the processor runs ahead of its GPU, so a slow GPU does not show.
-# Set `TORCH_NCCL_ENABLE_TIMING=1`, which adds how long each collective took. The straggler's are the shortest.
+# Each step ends when the last rank has arrived at the collective, so all steps take equally long. Only the ranks' *arrival* times differ.
+# PyTorch's flight recorder, a list that each rank keeps of its last collectives, has the time at which the *CPU* queued each collective.
+# With gloo this is the rank's arrival. With nccl the CPU runs ahead of its GPU, so a slow GPU does not show.
+# Set `TORCH_NCCL_ENABLE_TIMING=1` to record each collective's duration. The straggler's durations are the shortest.
 # Take medians of 30 steps; clocks of two machines differ by milliseconds.
 #
 # ### All ranks on one timeline
 #
-# The profiler writes a trace for each rank. [Perfetto](https://ui.perfetto.dev) draws one, and [HTA](https://hta.readthedocs.io) compares those of all ranks.
-# The table compares a step that averages gradients after backward with one of DDP.
+# The profiler writes a trace for each rank. [Perfetto](https://ui.perfetto.dev) draws a trace, and [HTA](https://hta.readthedocs.io) compares the traces of all ranks.
+# The table compares a step that averages gradients after backward with a step of DDP.
 
 # %% tags=["hide-input", "measured"]
 # Table: when messages begin, read from the traces of both steps
@@ -598,21 +595,21 @@ show.table(rows, ["gradients", "rank", "first message begins (% of backward)"])
 
 
 # %% [markdown]
-# On a CPU messages are work for the same cores, so little is won. On GPUs nccl's kernels and copies between them count as messages.
+# On a CPU the same cores compute and send, so DDP gains little. On GPUs, nccl's kernels and copies between GPUs count as messages.
 #
-# ## It hangs
+# ## The job hangs
 #
-# Nothing moves. Look in this order:
+# Ask in this order:
 #
-# 1. **Which ranks are alive?** Read the logs of all: a dead rank is an error, and no hang.
-# 2. **Where is each?** `py-spy dump --pid PID`: with gloo, all but one in one collective's line; with nccl, where the host next waits for its GPU.
-# 3. **Which collective waits, and for whom?** The flight recorder's records say it.
-# 4. **No record?** Make the next hang speak: `faulthandler`, a watchdog, a short time limit.
+# 1. **Which ranks are alive?** Read the logs of all ranks: a dead rank is an error, and no hang.
+# 2. **At which line is each rank?** Run `py-spy dump --pid PID`: with gloo, all ranks but one are at the same collective; with nccl, at the line where the CPU waits for its GPU.
+# 3. **Which collective waits, and for which rank?** The flight recorder's records answer this.
+# 4. **No record?** Prepare for the next hang: `faulthandler`, a watchdog, a short time limit.
 #
 # ### Compare the records of all ranks
 #
 # Here rank 1 leaves out the last all-reduces, as if it had one batch fewer. The group gives up after two seconds.
-# Before that, a thread of each rank, a watchdog, sees that no step ends, and writes down what its rank has called.
+# Before this time limit, a thread of each rank, a *watchdog*, notices that no step ends, and writes its rank's calls to a file.
 
 # %%
 def all_reduce_steps(group, watchdog):
@@ -644,8 +641,7 @@ print(*ranks.run(skip_last_step, 3, FOLDER / "flight", device="cpu"), sep="\n")
 
 
 # %% [markdown]
-# Ranks 0 and 2 waited, and they complain. Rank 1, which is at fault, says nothing.
-# Counting calls finds it:
+# Ranks 0 and 2 waited, and raise errors. Rank 1, the cause, raises none. Counting calls finds rank 1:
 
 # %%
 def find_missing_ranks(calls, group):
@@ -662,7 +658,7 @@ print("missing:", find_missing_ranks(calls, "data"))
 
 # %% [markdown]
 # `hang.find_causes` does the same, and names the collective and the line.
-# It also finds ranks that called *another* collective, sizes that disagree, and circles of waiting ranks.
+# It also finds ranks that called *different* collectives, mismatched sizes, and circles of waiting ranks.
 # If all wait in one collective, suspect a link or a network card.
 
 # %%
@@ -670,28 +666,28 @@ found = hang.find_causes(calls)
 print(*found)
 
 # %% tags=["hide-input"]
-# Holds the finding
+# Checks the missing rank in the report
 
 assert found[0].ranks == (1,) and found[0].call.number == 5
 assert find_missing_ranks(calls, "data") == [1]
 
 # %% [markdown]
-# The watchdog's `timeout` is longer than any step, the first and saves included, and shorter than the group's: a collective that gloo has given up counts as done.
-# `python -m shardlab cluster hang FOLDER` then says the same as above, and PyTorch's `torchfrtrace FOLDER -p trace_` reads these files, too.
+# The watchdog's `timeout` has to be longer than any step, also the first and those with saves, but shorter than the group's limit: gloo marks a collective that timed out as done.
+# `python -m shardlab cluster hang FOLDER` prints the same report, and PyTorch's `torchfrtrace FOLDER -p trace_` reads these files, too.
 # [A test](../tests/test_cluster_hang.py) gives the same records to both.
 #
 # ```{admonition} Checked: "torchfrtrace works with any backend, and names the culprit"
 # :class: checked
 #
-# With gloo's own records it ends in a `KeyError`, since gloo leaves out the groups (torch 2.13, November 2026, [tested](../tests/test_cluster_hang.py)); `flight.take_record` fills them in.
-# It compares calls and sizes as above, and GPUs' states, but each group by itself: a circle over two groups is reported as two missing ranks.
-# Where ranks differ, the record that it happens to read first is right, and the others are culprits.
-# Ours asks the majority. Of two ranks nobody knows: look at both lines.
+# With gloo's own records `torchfrtrace` ends in a `KeyError`, since gloo leaves out the groups (torch 2.13, November 2026, [tested](../tests/test_cluster_hang.py)); `flight.take_record` fills them in.
+# It compares calls, sizes and GPUs' states, but separately in each group: it reports a circle over two groups as two missing ranks.
+# Where ranks differ, it takes the record that it reads first as right, and reports the other ranks as culprits.
+# Our command takes the majority as right. With only two ranks, look at both lines.
 # ```
 #
-# ### Time limits
+# ### Time limits of process groups
 #
-# A group without a limit has its backend's, 10 minutes under nccl and 30 under gloo, whatever `init_process_group` was given.
+# A group without its own time limit has its backend's default, 10 minutes with nccl and 30 with gloo. It does not inherit the limit given to `init_process_group`.
 
 # %%
 limits = {call.group.partition(":")[0]: call.timeout for call in calls[0]}
@@ -704,26 +700,26 @@ print("the world's is another one:", limits["default_pg"] < limits["careless"])
 # | variable | what for |
 # |---|---|
 # | `TORCH_NCCL_DUMP_ON_TIMEOUT=1` | write the records at a time limit, by default |
-# | `TORCH_FR_DUMP_TEMP_FILE=/shared/trace_` | where; `~/.cache/torch` is the default |
-# | `TORCH_NCCL_ENABLE_TIMING=1` | note what has started, and durations |
+# | `TORCH_FR_DUMP_TEMP_FILE=/shared/trace_` | the records' file; `~/.cache/torch` is the default folder |
+# | `TORCH_NCCL_ENABLE_TIMING=1` | record started collectives, and durations |
 # | `TORCH_NCCL_DESYNC_DEBUG=1` | say which rank left the others |
 #
-# ### Where each rank stands
+# ### Stacks of all ranks: `py-spy` and `faulthandler`
 #
 # `py-spy` (`pip install py-spy`) reads a process's stack from outside. It needs the right to trace: root, in containers `SYS_PTRACE`; Ubuntu's `ptrace_scope` may forbid it.
-# Without it, prepare: after `faulthandler.register(signal.SIGUSR2)` in the script, `kill -USR2 PID` prints the stack.
-# This was captured of a real job on 23 November 2026, and is the first of the exercises with a log.
+# Without this right, call `faulthandler.register(signal.SIGUSR2)` in the script beforehand; then `kill -USR2 PID` prints the stack.
+# The log below was captured from a real job on 23 November 2026. The first log exercise uses it.
 
 # %%
 print(captured.read_log("uneven").partition("== flight")[0].strip())
 
 # %% [markdown]
-# ## Where ranks run: cores, and the right network
+# ## CPU binding and network interfaces
 #
-# Two ranks that are bound to one core share it, however many are idle.
+# Two ranks that are bound to one core share it, even if other cores are idle.
 
 # %% tags=["hide-input", "measured"]
-# Table: what two ranks get of the cores, bound to one and bound to two
+# Table: CPU time of two ranks, bound to one core and to two
 
 
 def measure_cores(cores):
@@ -746,10 +742,10 @@ rows = [("one core for both", f"{together:.2f}"), ("a core each", f"{apart:.2f}"
 show.table(rows, ["binding", "cores that the two ranks got, together"])
 
 # %% [markdown]
-# [`srun --cpu-bind=verbose,cores`](https://slurm.schedmd.com/srun.html) binds each task to its cores, and prints which; `--cpus-per-task` says how many, and data-loading workers need theirs.
-# torchrun's processes share the cores of the one task that started it, so give that task all of the node's.
+# [`srun --cpu-bind=verbose,cores`](https://slurm.schedmd.com/srun.html) binds each task to its cores, and prints their numbers; `--cpus-per-task` is the number of cores, with cores for data-loading workers.
+# torchrun's processes share the cores of the task that started it, so give this task all cores of the node.
 # `torchrun --numa-binding=node` then binds each rank to the cores beside the GPU with its local rank's number (torch 2.13).
-# Ranks that talk most belong on one node, where rank numbers follow each other.
+# Ranks that communicate most belong on one node: give them consecutive numbers.
 #
 # nccl chooses interfaces and paths by itself. These variables show its choice, or overrule it ([NVIDIA's list](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html)):
 #
@@ -757,29 +753,28 @@ show.table(rows, ["binding", "cores that the two ranks got, together"])
 # |---|---|
 # | `NCCL_DEBUG=INFO`, `NCCL_DEBUG_SUBSYS=INIT,NET,GRAPH` | prints version, interface and paths at the start; `WARN` is enough for errors |
 # | `NCCL_SOCKET_IFNAME=ib0`, `=eth0`, `^docker` | interfaces by prefix, by exact name, or all but these; `GLOO_SOCKET_IFNAME` is gloo's |
-# | `NCCL_IB_HCA=mlx5_0` | which InfiniBand adapters |
-# | `NCCL_IB_DISABLE=1`, `NCCL_P2P_DISABLE=1` | leave InfiniBand, or direct copies between GPUs, out: to find a fault, never for good |
+# | `NCCL_IB_HCA=mlx5_0` | InfiniBand adapters to use |
+# | `NCCL_IB_DISABLE=1`, `NCCL_P2P_DISABLE=1` | switch off InfiniBand, or direct copies between GPUs: only to find a fault |
 #
-# `INFO` prints `NET/IB : Using …` or `NET/Socket : Using …`: the second, on a cluster with InfiniBand, is why a job is slow.
+# `INFO` prints `NET/IB : Using …` or `NET/Socket : Using …`: `NET/Socket` on a cluster with InfiniBand makes a job slow.
 #
-# ## Before the job: ask all ranks
+# ## Node checks before the job: `doctor`
 #
-# With `python -m shardlab doctor`, every rank looks at its own host, then at the others, and one table says what is wrong and what to do.
-# Without a launcher it starts ranks of its own, here four.
+# With `python -m shardlab doctor`, every rank checks its own host, then its connections to the others, and one table lists faults and remedies.
+# Without a launcher the command starts its own ranks, here four.
 
 # %% tags=["measured"]
 here = ["--ranks", "4", "--device", "cpu", "--folder", tempfile.gettempdir()]
 status = main(["doctor", *here, "--needs", "1e6", "--pairs"])
 
 # %% [markdown]
-# A `note` is no fault: four ranks on two cores, for instance, wait for one another.
-# On GPUs that the course's table knows, a link between hosts is good when it reaches half of the rate that the planner assumes.
-# Within a host an eighth is enough: [messages of 64 MiB reach little of NVLink's](https://github.com/NVIDIA/nccl-tests/issues/268).
+# A `note` is no fault: for instance, four ranks on two cores are slower, not wrong.
+# For GPUs in the course's table, a link between hosts is good if it reaches half of the planner's rate. Within a host an eighth is enough: [messages of 64 MiB reach little of NVLink's](https://github.com/NVIDIA/nccl-tests/issues/268).
 #
 # ### What it finds
 #
-# Now this process gets three faults that jobs really have, and the ranks that it starts inherit two of them.
-# All of them may use one core, as under a launcher that binds wrongly; each may open 150 files; and the checkpoint wants a petabyte.
+# The cell gives its process three common faults; the ranks inherit the first two.
+# All ranks may use only one core, as with wrong binding; each may open only 150 files; and the checkpoint needs a petabyte.
 
 # %% tags=["measured"]
 cores, files = os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -793,32 +788,31 @@ finally:
 assert status == 1
 
 # %% [markdown]
-# Each check is a function of what all ranks found. This one is for clocks.
+# Each check is a function of all ranks' measurements. This check compares clocks.
 
 # %%
 show.source(checks.check_clocks)
 
 # %% [markdown]
-# Each rank asks rank 0 for the time, and takes the answer to be half a round trip old {cite}`cristian1989clock`.
-# So an offset is believed only as far as it is larger than that half.
+# Each rank asks rank 0 for the time, and assumes that the answer is half a round trip old {cite}`cristian1989clock`. So an offset has an error of up to half a round trip.
 #
 # ### In a job script
 #
-# The same command is one rank of whatever launcher starts it: it reads `RANK` and its like (torchrun), or `SLURM_PROCID` and its like (srun).
+# Under a launcher, the same command is one rank: it reads variables such as `RANK` (torchrun) or `SLURM_PROCID` (srun).
 #
 # ```bash
 # srun python -m shardlab doctor --folder "$FOLDER" --needs 200e9 || exit 1
 # srun python code/train.py --folder "$FOLDER" --resume auto
 # ```
 #
-# The status is 0 when all is good, 1 when something is bad, and 2 when it could not begin; torchrun makes 1 of both.
-# Start it with the options of the training's own `srun`: another binding is another machine.
-# When nothing has moved for `--timeout` seconds, it names the rank that did not come or stopped answering, and what that rank was doing.
+# The exit status is 0 if all checks are good, 1 if a check is bad, and 2 if the command could not begin; torchrun turns 1 and 2 into 1.
+# Use the options of the training's own `srun`, since other bindings give other results.
+# After `--timeout` seconds without progress, it names the rank that did not answer, and that rank's last step.
 #
-# ### Pairs that do not disturb each other
+# ### Link measurements in disjoint pairs
 #
 # In round $d$ rank $r$ exchanges messages with rank $r \oplus d$ (exclusive or).
-# A round's pairs are disjoint, and up to 16 ranks everyone meets everyone.
+# A round's pairs are disjoint, and with up to 16 ranks all pairs are measured.
 
 # %%
 hosts = ["node1", "node1", "node2", "node2"]
@@ -828,16 +822,16 @@ print(len(list(pairs.generate_rounds(64))), "rounds for 64 ranks")
 
 # %% [markdown]
 # With gloo the cores of a host move the bytes, so its pairs take turns (`one_per_host=True`).
-# Above 16 ranks, the seven nearest and those 8, 16, 32, … away are measured: ten rounds for 64 ranks.
+# With more ranks, each rank is measured with ranks at distances 1 to 7, 8, 16, 32, …: ten rounds for 64 ranks.
 #
-# ### What it cannot see
+# ### What `doctor` cannot find
 #
-# - What comes later: a GPU that is hot after an hour, a neighbour job that starts, a disk that fills.
-# - What only all together show: it measures pairs, and a switch that is too slow shows only when all ranks send across it.
+# - Later faults: a GPU that is hot after an hour, another job that starts on the node, a disk that fills.
+# - A slow switch: it shows only when all ranks send across it, and the doctor measures pairs.
 #
-# ## One script, many jobs: arrays
+# ## Job arrays: one script, many jobs
 #
-# A sweep over learning rates is one job in four copies. `%2` lets two of them run at a time.
+# A job array runs one batch script several times, here for four learning rates. `%2` lets two tasks run at a time.
 
 # %%
 sessions.show_job("array.sbatch")
@@ -846,18 +840,18 @@ sessions.show_job("array.sbatch")
 sessions.show_session("array", live=False)
 
 # %% [markdown]
-# Each task is a job of its own, with its own time limit and its own output. `scancel 1_3` ends one, `scancel 1` all.
-# A task must write into a folder of its own.
+# Each task is a job with its own time limit and output. `scancel 1_3` ends one task, `scancel 1` all tasks.
+# Each task has to write into its own folder.
 #
 # ## The same job under PBS and Kubernetes
 #
-# What you ask for is the same everywhere.
+# The table translates the options.
 #
 # | | Slurm | PBS {cite}`openpbs2026qsub` | Kubernetes {cite}`kubernetes2026job` |
 # |---|---|---|---|
 # | two nodes, 2 GPUs each | `--nodes=2 --gpus-per-node=2` | `-l select=2:ngpus=2 -l place=scatter` | `completions: 2`, `nvidia.com/gpu: 2` |
 # | start on every node | `srun` | `pbsdsh` (or the site's `mpiexec`) | each pod's own `command` |
-# | meeting point | first of `SLURM_JOB_NODELIST` | first line of `$PBS_NODEFILE` | `train-0.train`, by the headless Service |
+# | rendezvous address | first of `SLURM_JOB_NODELIST` | first line of `$PBS_NODEFILE` | `train-0.train`, by the headless Service |
 # | time limit | `--time` | `-l walltime` | `activeDeadlineSeconds` |
 # | signal before it | `--signal=USR1@120` | none: `timeout --signal=USR1` around the command | SIGTERM, then `terminationGracePeriodSeconds` |
 # | run again | `--requeue` | `-r y` | `backoffLimit` |
@@ -866,55 +860,55 @@ sessions.show_session("array", live=False)
 sessions.show_job("job.pbs")
 
 # %% [markdown]
-# On Kubernetes nothing counts pods for you unless the Job is *Indexed*: then they are called `train-0` and `train-1`, and a Service without an address of its own makes these names resolve.
+# On Kubernetes pods are numbered only if the Job is *Indexed*: then they are called `train-0` and `train-1`, and a headless Service, without its own address, makes these names resolve.
 
 # %%
 sessions.show_job("job.yaml")
 
 # %% [markdown]
-# Where Kubeflow's Trainer is installed, a TrainJob says the same in a third of the lines; its runtime sets the rendezvous.
+# Where Kubeflow's Trainer is installed, a TrainJob does the same with a third of the lines; its runtime sets the rendezvous.
 
 # %%
 sessions.show_job("trainjob.yaml")
 
 # %% [markdown]
-# Neither PBS nor Kubernetes ran here. [Tests](../tests/test_cluster.py) hold the YAML files to published schemas (`kubeflow-trainer-api` 2.3.0); the PBS file follows OpenPBS's manual, and its shell ran with a pretended `pbsdsh`.
+# Neither PBS nor Kubernetes ran here. [Tests](../tests/test_cluster.py) check the YAML files against published schemas (`kubeflow-trainer-api` 2.3.0); the PBS file follows OpenPBS's manual, and its shell commands ran with a fake `pbsdsh`.
 #
-# ## What you see, and where to look
+# ## Symptoms, and where to look
 #
 # | what you see | where |
 # |---|---|
-# | it stays in the queue | [It stays in the queue](#it-stays-in-the-queue) |
+# | the job stays in the queue | [The job stays in the queue](#the-job-stays-in-the-queue) |
 # | a program is not found | [The environment inside a job](#the-environment-inside-a-job) |
-# | it does not start | [When they do not meet](#when-they-do-not-meet) |
-# | it ends, and every node blames another | [Who failed first](#who-failed-first) |
-# | it does not start *again* | [the shared store](#the-store-of-all-rounds) |
-# | it starts again and again at one step | [What no restart helps against](#what-no-restart-helps-against) |
-# | nothing moves | [It hangs](#it-hangs) |
-# | it is slow from the start | [the doctor](#before-the-job-ask-all-ranks); [cores and network](#where-ranks-run-cores-and-the-right-network) |
-# | it becomes slow | [the sampler](#sample-each-rank); [who comes last](#step-times-hide-the-straggler) |
+# | ranks do not start | [Rendezvous errors](#rendezvous-errors) |
+# | the job ends, and every node blames another | [Which rank failed first](#which-rank-failed-first) |
+# | ranks do not *restart* | [the shared store](#the-rendezvous-store-one-per-round) |
+# | ranks restart again and again at one step | [Faults that no restart repairs](#faults-that-no-restart-repairs) |
+# | no progress, no error | [The job hangs](#the-job-hangs) |
+# | the job is slow from the start | [the doctor](#node-checks-before-the-job-doctor); [cores and network](#cpu-binding-and-network-interfaces) |
+# | the job becomes slow | [the sampler](#sample-each-rank); [the straggler](#step-times-hide-the-straggler) |
 # | GPUs busy, and little done | [Is my job using its GPUs?](#is-my-job-using-its-gpus); [one timeline](#all-ranks-on-one-timeline) |
 #
-# ## When to use what
+# ## When to use which launcher
 #
 # - **One GPU**: `srun python`.
 # - **One node**: `srun torchrun --standalone`.
-# - **Several nodes under Slurm**: `srun` with one `torchrun` a node where ranks shall restart inside the job; `srun` alone where a requeue is restart enough.
-# - **Nodes without a scheduler**: `torchrun` with c10d, in a service that ends what it leaves (systemd, a container).
+# - **Several nodes under Slurm**: `srun` with one `torchrun` a node for restarts inside the job; `srun` alone if a requeue is enough.
+# - **Nodes without a scheduler**: `torchrun` with c10d, in a service (systemd, a container) that kills leftover processes.
 # - **Kubernetes**: a TrainJob where Kubeflow is installed, else an Indexed Job.
 # - **Fewer nodes than asked**: `--nnodes 1:2` only if your batch stays the same on fewer ranks, as in [our script](train.md); else the losses change.
-# - **Always**: the doctor before, `--resume auto`, a signal before the time limit, a watchdog.
+# - **Always**: the doctor before the training, `--resume auto`, a signal before the time limit, a watchdog.
 #
 # ## Exercises
 #
-# Three of them are jobs that hang: they were run, looked at and ended by [a script](../code/shardtools/cluster/captured/capture.py). Each log has what was printed, where every rank was, and the last calls of each. The scripts lie beside it; try without them first.
+# In three exercises a job hangs; [a script](../code/shardtools/cluster/captured/capture.py) recorded the logs. Each log has the output, every rank's stack, and each rank's last calls. The jobs' scripts are in the same folder; try without them first.
 #
 # ```{exercise-start} Who is who (easy)
 # :label: ex-cluster-ranks
 # ```
 #
 # Three nodes come to a rendezvous with 4, 2 and 4 GPUs, in this order, a rank for each GPU.
-# What are `RANK`, `LOCAL_RANK` and `GROUP_RANK` (the number of its node) of the second rank on the third node?
+# What are `RANK`, `LOCAL_RANK` and `GROUP_RANK` (the node's number) of the second rank on the third node?
 
 # %%
 answer = ...  # (RANK, LOCAL_RANK, GROUP_RANK)
@@ -929,7 +923,7 @@ check(answer, "cluster_ranks")
 # :class: dropdown
 # ```
 #
-# All count from 0, and six ranks come before the third node's first one.
+# All three numbers count from 0, and six ranks come before the third node.
 
 # %%
 answer = (4 + 2 + 1, 1, 2)
@@ -943,7 +937,7 @@ check(answer, "cluster_ranks")
 # :label: ex-cluster-batch
 # ```
 #
-# A job of 4 nodes with 8 GPUs each shall save before its time limit, and go on afterwards. Somebody wrote this, and the training script saves on SIGUSR1:
+# A job of 4 nodes with 8 GPUs each has to save before its time limit, and resume. The training script saves on SIGUSR1, and the batch script is:
 #
 # ```
 #  1  #!/bin/bash
@@ -975,10 +969,10 @@ check(answer, "cluster_batch")
 # :class: dropdown
 # ```
 #
-# 3: eight tasks are eight launchers a node; it has to be one.
+# 3: eight tasks start eight launchers on each node; one is needed.
 # 8: after a command, `#SBATCH` is a mere comment.
 # 9: the signal kills `torchrun`; `trap "" USR1` has to come before it.
-# 11: on each node `localhost` is that node, so each of them would wait for the other three.
+# 11: on each node `localhost` is this node, so each node would wait for the other three.
 
 # %%
 answer = {3, 8, 9, 11}
@@ -992,7 +986,7 @@ check(answer, "cluster_batch")
 # :label: ex-cluster-uneven
 # ```
 #
-# Two ranks wait for a third. Which rank is missing, in which collective do the others wait, and in which line of `uneven.py` do they call it? (Here are its calls; the stacks are above.)
+# Two ranks wait for a third. Which rank is missing, in which collective do the others wait, and in which line of `uneven.py` do they call it? (The log below has the calls; the stacks are above.)
 
 # %%
 print(captured.read_log("uneven").partition("== flight")[2])
@@ -1010,7 +1004,7 @@ check(answer, "hang_uneven")
 # :class: dropdown
 # ```
 #
-# Call number 8 is an all-reduce on ranks 0 and 1, and a barrier on rank 2, which has left the loop: 11 samples give it 3, and the others 4.
+# Call number 8 is an all-reduce on ranks 0 and 1, and a barrier on rank 2, which has left the loop: of 11 samples rank 2 gets 3, and the others get 4 each.
 # The innermost line of the script is the call itself; line 25 called the function.
 
 # %%
@@ -1026,8 +1020,8 @@ check(answer, "hang_uneven")
 # :label: ex-cluster-srun
 # ```
 #
-# Write what a task under `srun` needs in place of `torchrun`. `slurm` holds Slurm's variables as text, `names` the job's nodes in order, `gpus` how many GPUs this task sees.
-# Return a dictionary with `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT` and `device`, numbers as numbers. `device` is the index of the task's GPU, or None where it sees none. Two jobs on one node must get two ports; ports below 1024 are not yours, those from 32768 are given out by Linux.
+# Compute the values that `torchrun` would set, for a task under `srun`. `slurm` holds Slurm's variables as text, `names` the job's nodes in order, `gpus` the number of GPUs that this task sees.
+# Return a dictionary with `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT` and `device`, numbers as `int`. `device` is the index of the task's GPU, or None without GPUs. Two jobs on one node must get different ports; ports below 1024 are reserved, and Linux assigns ports from 32768.
 
 # %%
 def my_ranks(slurm, names, gpus):
@@ -1087,7 +1081,7 @@ check(answer, "hang_order")
 # :class: dropdown
 # ```
 #
-# The line goes through a *set* of names, whose order is another one in each process. Any sorted order ends it.
+# The line iterates over a *set* of names, whose order differs between processes. Sorting the names removes the hang.
 
 # %%
 answer = {"rank 0": "norm", "rank 1": "loss"}
@@ -1104,7 +1098,7 @@ check(answer, "hang_order")
 #
 # The doctor measured `links`: a list of `(a, b, bytes per second)`, each pair of ranks once.
 # A link is slow when it has less than a third of the median of all links.
-# Write a function that returns the rank *all* of whose links are slow, and `None` when there is none: then it is a cable between two, or nothing.
+# Write a function that returns the rank *all* of whose links are slow, and `None` if there is no such rank: then one cable may be slow, or nothing.
 
 # %%
 def culprit(links):
@@ -1123,7 +1117,7 @@ check(culprit, "cluster_culprit")
 # :class: dropdown
 # ```
 #
-# Each other rank has one slow link as well, the one to the culprit: so *some* is not enough.
+# Each other rank has one slow link as well, to the returned rank: so *any* slow link is not enough.
 
 # %%
 def culprit(links):
@@ -1145,7 +1139,7 @@ check(culprit, "cluster_culprit")
 # :label: ex-cluster-tensor
 # ```
 #
-# The job says that it runs tensor parallelism, in which both ranks would see the same sequences and add up activations. What does it run: `"ddp"`, `"zero1"`, `"zero3"` or `"tensor"`? Which rank has run out of data, in which collective does the other one wait, and in which line?
+# The job says that it runs tensor parallelism, in which both ranks would see the same sequences and add up activations. Which does it really run: `"ddp"`, `"zero1"`, `"zero3"` or `"tensor"`? Which rank has run out of data, in which collective does the other one wait, and in which line?
 
 # %%
 print(captured.read_log("tensor"))
@@ -1164,7 +1158,7 @@ check(answer, "hang_tensor")
 # ```
 #
 # Halves of parameters are gathered before each block, in forward and again in backward, and gradients are reduce-scattered: ZeRO-3. Sizes do not depend on the batch: 2 × 24,992 numbers are a block. Tensor parallelism would all-reduce activations of 1 × 64 × the hidden size.
-# The reason is in the first line: a setting is misspelt, and nobody reads it. So each rank trains on sequences of its own, and one of seven is left over.
+# The reason is in the first line: a setting is misspelt, so the script ignores it. Each rank trains on its own sequences, and of seven one is left over.
 
 # %%
 answer = {"runs": "zero3", "rank": 1, "collective": "all_gather", "line": 28}
@@ -1179,8 +1173,8 @@ check(answer, "hang_tensor")
 # :label: ex-cluster-rounds
 # ```
 #
-# With exclusive or, six ranks take seven rounds, and in most of them somebody is idle.
-# For an even number of ranks $N$ there is a schedule of $N-1$ rounds in which nobody ever is: that of a round-robin tournament.
+# With exclusive or, six ranks take seven rounds, and in most rounds a rank is idle.
+# For an even number of ranks $N$ a round-robin tournament has $N-1$ rounds without idle ranks.
 # Write `rounds(size)`, a list of rounds, each a list of pairs `(a, b)`.
 
 # %%
@@ -1200,7 +1194,7 @@ check(rounds, "cluster_rounds")
 # :class: dropdown
 # ```
 #
-# The last rank keeps its place, and the others go round in a circle: those who stand opposite meet.
+# The last rank keeps its place, and the others rotate in a circle: opposite ranks form a pair.
 
 # %%
 def rounds(size):
@@ -1223,12 +1217,12 @@ check(rounds, "cluster_rounds")
 # - A batch script sets up the environment and starts one launcher on each node with `srun`. A job that asks for more time than its partition allows never starts.
 # - The scheduler gives nodes and sends a signal before the time limit; at the signal all ranks save after the same step, and the job is requeued.
 # - A restart costs the steps since the last save and the seconds of imports; it does not help against a bad sample or a full disk.
-# - A busy GPU may do nothing useful: look at MFU, at the last rank, and at all ranks' traces.
-# - In a hang, the rank that complains is seldom the one at fault: compare the calls of all ranks.
+# - A busy GPU may do nothing useful: look at MFU, at the rank that arrives last, and at all ranks' traces.
+# - In a hang, the rank that raises an error is seldom the cause: compare the calls of all ranks.
 # - Check all nodes before the job, with the job's own options.
 #
 # ## Further reading
 #
 # - PyTorch's [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html), and its [flight recorder](https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html).
 # - Slurm's manual pages: sbatch {cite}`schedmd2026sbatch` and srun {cite}`schedmd2026srun`.
-# - A pod for each node: Kubernetes on Jobs whose pods talk to each other {cite}`kubernetes2026job`.
+# - Kubernetes on Jobs whose pods communicate, with a pod for each node {cite}`kubernetes2026job`.

@@ -14,18 +14,17 @@
 # ---
 
 # %% [markdown]
-# # A launcher from scratch
+# # A launcher from scratch: agents, rendezvous and restarts
 #
 # After this lesson you can
 #
 # - build the program that starts the ranks of a job on many nodes, and restarts them when one is lost;
-# - tell a lost node from a slow one, and the rank that failed first from the ranks that failed because of it;
+# - tell a lost node from a slow node, and the rank that failed first from the ranks that failed as a consequence;
 # - say how many seconds a lost rank, launcher or node costs, with PyTorch's launcher and with the one built here.
 #
-# Before you start, a puzzle.
 # Two nodes train a model, with two ranks each. On one of them somebody kills the launcher, but no rank.
 # Under `torchrun` the ranks go on training, without a pause. Under the launcher built here training stops for ten seconds, and then goes on without that node.
-# You want the second. [The table](#what-a-fault-costs-under-both) has the numbers, and the text below it the reason.
+# You want the second behaviour. [A later table](#the-cost-of-a-fault-here-and-under-torchrun) has the numbers, and the text below it the reason.
 
 # %% tags=["hide-input"]
 # Imports, and a folder for what the ranks write
@@ -75,7 +74,7 @@ def run_plain_agent(command, size):
 
 
 # %% [markdown]
-# In the cell rank 1 of three ends with status 7 after a tenth of a second. The others would sleep for a minute.
+# In the cell, rank 1 of three ends with status 7 after a tenth of a second. The other ranks would sleep for a minute.
 
 # %%
 STUB = """
@@ -88,27 +87,27 @@ codes = run_plain_agent([sys.executable, "-S", str(FOLDER / "stub.py")], 3)
 print("exit statuses:", codes)
 
 # %% tags=["hide-input"]
-# Holds that nobody was waited for: who has slept a minute ends with status 0
+# Checks that the launcher did not wait: ranks that sleep for a minute end with status 0
 
 assert codes == [-15, 7, -15]
 
 # %% [markdown]
 # A negative status is the number of the signal that ended the process: 15 is SIGTERM, which the launcher sent.
 #
-# `torchrun --standalone --nproc-per-node 3` does this, in the simplest case. Four things are missing:
+# `torchrun --standalone --nproc-per-node 3` does the same. This launcher lacks four features:
 #
-# - It starts ranks on one node. On two nodes something has to decide which ranks each of them starts.
-# - It starts them once. A failed rank ends the job.
+# - It starts ranks on one node. With two nodes, it needs to know which ranks each node starts.
+# - It starts the ranks only once. A failed rank ends the job.
 # - It notices a process that ends, but not a node that no longer answers.
 # - If it is killed with SIGKILL, its ranks go on running: they train, and keep their GPUs.
 #
-# ## Two nodes: one store, orders and reports
+# ## Two nodes: agents, a host and a store
 #
-# Each node has one such program, its *agent*. The agents exchange what they know through a *store*: a table of keys and values. One agent serves it, at an address that all agents are given as `--at`.
+# Each node runs one launcher, its *agent*. The agents exchange messages through a *store*: a table of keys and values. One agent serves the store, at an address that all agents get as `--at`.
 #
 # ![Two nodes, each with an agent and two ranks; the store is on node 0, the host's, and both agents use it. Below, time: in round 0 four ranks run, then rank 3 dies. The host orders a stop, all ranks end, and when all agents are ready it orders round 1, in which all four start anew and meet at another port.](../figures/elastic_rounds.svg)
 #
-# The agent that serves the store is the *host*. It alone decides what all agents do, and writes that under one key, the *order*. An order has a number, and holds until there is one with a higher number.
+# The agent that serves the store is the *host*. It alone decides what all agents do, and writes its decision, the *order*, under one key. An order has a number, and is valid until an order has a higher number.
 # Each start of all ranks is a *restart round*, or *round*, and has a number, too.
 
 # %%
@@ -121,10 +120,10 @@ show.source(host.Order)
 show.source(host.Report, host.Failure, core.AgentStore)
 
 # %% [markdown]
-# A report also shows that its agent still runs: its number `heartbeat` grows each time. The host notes, by its own clock, when it saw that number grow. So clocks of two nodes are never compared.
-# Every agent tries to listen at the address of the store. Only the one on that node can, and it becomes the host; no option says so.
+# Reports also show that the agent still runs: the number `heartbeat` grows with each report. The host notes, by its own clock, when the number grew. So it never compares clocks of two nodes.
+# Every agent tries to listen at the store's address. Only the agent on this node can, and becomes the host, without an option.
 #
-# From the reports the host decides the next order. It orders no start before all ranks of the last round have ended, on all nodes.
+# From the reports the host decides the next order. It orders a start only after all ranks of the last round have ended, on all nodes.
 
 # %%
 show.source(host.Host)
@@ -132,18 +131,18 @@ show.source(host.Host)
 # %% [markdown]
 # Three of its rules matter most:
 #
-# - *Each round has its own port.* A rank that is left over from round 0 cannot connect to one of round 1.
-# - *All ranks start again, not only the one that failed.* The others have connections to the one that failed, and are in the middle of a step.
-# - *A lost node does not count as a restart* (a job has a limit of these), although the ranks of the other nodes fail as well.
+# - *Each round has its own port.* A leftover rank of round 0 cannot connect to a rank of round 1.
+# - *All ranks start again, not only the failed rank.* The others have connections to the failed rank, and are in the middle of a step.
+# - *A lost node does not count as a restart* towards the job's limit, although the ranks of the other nodes fail as well.
 #
-# The rest of the agent starts processes, ends them, and sees to it that none outlives its agent.
+# The rest of the agent starts and ends processes, and ensures that no rank outlives its agent.
 
 # %%
 show.source(exec_rank.main, core.RankProcesses)
 
 # %% [markdown]
-# `PR_SET_PDEATHSIG` asks Linux to kill a process when the one that started it ends, even if that one was killed with SIGKILL.
-# This ends the rank alone, and not what the rank started.
+# `PR_SET_PDEATHSIG` asks Linux to kill a process when the one that started it ends, even if the parent was killed with SIGKILL.
+# This ends only the rank, and not processes that the rank started.
 # So each round has one more process, [kill_sessions.py](../code/shardlab/elastic/kill_sessions.py), which reads from a pipe. When the agent dies, the kernel closes the pipe, and this process kills each rank's whole session.
 
 # %%
@@ -151,11 +150,11 @@ show.source(core.Agent)
 
 
 # %% [markdown]
-# An agent that gets SIGTERM takes its node out of the job: it passes the signal to its ranks, which have `grace` seconds to save. It passes SIGUSR1 to the ranks as well, and goes on.
+# An agent that gets SIGTERM removes its node from the job: it passes the signal to its ranks, which have `grace` seconds to save. An agent that gets SIGUSR1 passes it to the ranks, and continues.
 #
-# ### What each rank finds
+# ### The environment variables of each rank
 #
-# Here a job has two nodes, one with one rank and one with three. Each agent runs in a process of its own, and the ranks print variables of their environment.
+# Here a job has two nodes, the first with one rank, the second with three. Each agent runs in a process of its own, and the ranks print variables of their environment.
 
 # %%
 def run_node(*jobs):
@@ -189,11 +188,11 @@ assert [status for status, _ in ended] == [0, 0]
 show.table(rows, VARIABLES)
 
 # %% [markdown]
-# A rank chooses its GPU by `LOCAL_RANK`, and all else, such as its part of the data, by `RANK`. `GROUP_RANK` is the node's number. `MASTER_PORT` is not in the table: each round has another one.
+# `LOCAL_RANK` determines the rank's GPU, and `RANK` everything else, such as its part of the data. `GROUP_RANK` is the node's number. `MASTER_PORT` is not in the table: each round has a different port.
 #
-# ## A rank is killed
+# ## Restarting after a killed rank
 #
-# The script of [Clusters](cluster.md#a-rank-is-killed-and-training-goes-on) saves after every fifth step, and in its first run rank 1 kills itself after step 12. It is the same script under any launcher. Here it runs on two nodes, with a rank each:
+# The script of [Clusters](cluster.md#restarting-all-ranks-after-one-is-lost) saves after every fifth step, and in its first run rank 1 kills itself after step 12. The script is the same under any launcher. Here it runs on two nodes, with one rank each:
 
 # %%
 program = (sys.executable, str(sessions.JOBS / "killed.py"), str(FOLDER / "killed"))
@@ -204,7 +203,7 @@ for status, said in ended:
     print(f"status {status}:", *said, sep="\n  ")
 
 # %% tags=["hide-input"]
-# Holds that steps 11 and 12 were made twice, and that the others were made once
+# Checks that steps 11 and 12 ran twice, and all others once
 
 steps = (FOLDER / "killed/steps").read_text().splitlines()
 numbers = [int(line.split("step ")[1].split(":")[0]) for line in steps]
@@ -212,20 +211,20 @@ assert numbers == [*range(1, 13), *range(11, 21)]
 print(*steps[9:15], sep="\n")
 
 # %% [markdown]
-# What the ranks print is in files such as `logs/round-0/rank-1.log`, one for each rank and round.
+# The ranks' output is in files such as `logs/round-0/rank-1.log`, one for each rank and round.
 #
-# ### Who failed first
+# ### Which rank failed first
 #
-# When one rank fails, the others fail soon after, because their connections break. The host finds the first one:
+# When one rank fails, the others fail soon after, because their connections break. The host finds the rank that failed first:
 
 # %%
 show.source(host.describe_root_cause)
 
 # %% [markdown]
-# ### What a fault costs, under both
+# ### The cost of a fault, here and under torchrun
 #
-# `benchmarks/elastic.py` has measured it, with two nodes on one machine, four ranks, a small GPT, and a checkpoint after every fifth step. The fault happens after step 12.
-# The seconds are those from the last step before the fault to the first step after it. Of two numbers the first is ours, the second torchrun's.
+# `benchmarks/elastic.py` measured two nodes on one machine with four ranks, a small GPT, and a checkpoint after every fifth step. The fault happens after step 12.
+# The seconds are the time from the last step before the fault to the first step after it. The first number of each pair is ours, the second torchrun's.
 
 # %% tags=["hide-input"]
 # Table: what faults cost, recorded by benchmarks/elastic.py
@@ -245,27 +244,27 @@ show.table(rows, head, caption=caption)
 
 
 # %% [markdown]
-# - Each number is the median of two jobs. Most of the time is the script's start, above all its imports, which no launcher can avoid.
+# - Each number is the median of two jobs. Most of the time is the script's start, mainly its imports, which no launcher can avoid.
 # - Under both launchers only the steps since the last save are lost. The steps that were computed again had the same losses, on fewer ranks too.
-# - "An agent alone is killed": torchrun's ranks do not notice, and go on training, but no agent watches them any more. At the next fault they wait for ever, and keep their GPUs, unless a scheduler ends them. Our ranks end with their agent, and the other node starts again without it.
-# - The store's node is lost: there is a dash, because under both launchers the job ends. Only the scheduler can start it again.
+# - "An agent alone is killed": torchrun's ranks do not notice, and continue training without an agent. At the next fault they wait for ever, and keep their GPUs, unless a scheduler ends them. Our ranks end with their agent, and the other node starts again alone.
+# - A dash for the store's node means that the job ends, under both launchers. Only the scheduler can start it again.
 #
-# ## Beside torchrun
+# ## Comparison with torchrun
 #
 # | | torchrun | this launcher |
 # |---|---|---|
-# | a store for the ranks | one for all rounds, unless [a variable](cluster.md#the-store-of-all-rounds) is set | a port for each round |
+# | a store for the ranks | one for all rounds, unless [a variable](cluster.md#the-rendezvous-store-one-per-round) is set | a port for each round |
 # | where the agents' store listens | on all interfaces | at the address in `--at` alone |
-# | node 0 is | the first by address, as text | the host |
-# | a node does not come | `RendezvousTimeoutError` | how many of how many nodes came |
-# | the address is wrong | `RendezvousConnectionError` | no agent answered at that address |
-# | two jobs at one port | one of these two errors | name and command of the job that has the port |
+# | node 0 | the first by address, sorted as text | the host |
+# | message if a node does not come | `RendezvousTimeoutError` | the number of nodes that came, and the number needed |
+# | message for a wrong address | `RendezvousConnectionError` | no agent answered at that address |
+# | message for two jobs at one port | one of these two errors | name and command of the job that has the port |
 # | an agent is killed | its ranks go on training | its ranks end |
 # | logs | a folder for each agent and attempt, named by local rank | a folder for each round, named by rank |
 #
 # [Tests](../tests/test_elastic.py) run one script under both launchers, on two nodes, and compare the losses and the variables of the environment; each row above is a test.
 #
-# `python -m shardlab cluster run --help` says how to start this launcher. On a cluster use `torchrun`: it also has spare nodes, other kinds of rendezvous, and logs on the console.
+# `python -m shardlab cluster run --help` says how to start this launcher. On a cluster use `torchrun`: it also supports spare nodes, other rendezvous backends, and logs on the console.
 #
 # ## Exercises
 #
@@ -311,7 +310,7 @@ check(my_first_ranks)
 # ```
 #
 # `seen` is what the host has read: a list of `(time, agent, beat)`, in order, with times by its own clock. When an agent's process has stopped, its last beat is still in the store, so the host goes on reading it.
-# Return the agents that are silent at `now`: those whose beat has not changed for more than `patience` seconds.
+# Return the agents that are silent at `now`: those whose `beat` has not changed for more than `patience` seconds.
 
 # %%
 def my_silent(seen, now, patience):
@@ -330,7 +329,7 @@ check(my_silent)
 # :class: dropdown
 # ```
 #
-# What counts is when a beat was *first* seen.
+# The time when a beat was *first* seen counts.
 
 # %%
 def my_silent(seen, now, patience):
@@ -353,7 +352,7 @@ check(my_silent)
 # ```
 #
 # A round has failed. `failures` has a tuple `(time, rank, signal)` for each rank that failed; `signal` is 0 where the rank raised an error.
-# Agents send SIGTERM (15) to ranks that shall end, so a rank with this signal is never the cause.
+# Agents end ranks with SIGTERM (15), so a rank with this signal is never the cause.
 # A process sends SIGABRT (6) to itself, for instance when nccl's time limit is over, and crashes with SIGILL (4), SIGBUS (7), SIGFPE (8) or SIGSEGV (11): these five count as errors.
 # Any other signal came from outside. A rank with such a signal is the cause rather than one with an error. Among ranks of the same kind the earliest is the cause.
 # Return the rank that is the cause, or `None` if there is none.
@@ -393,9 +392,9 @@ check(my_cause)
 # ## Summary
 #
 # - A launcher starts ranks, tells each its number, and ends all of them when one fails.
-# - On several nodes each launcher is an agent, and all agents share one store. One agent, the host, writes orders; all write reports.
+# - On several nodes each launcher is an agent, and all agents share one store. The agent called host writes orders; all agents write reports.
 # - All ranks restart together, in rounds; each round has its own port.
-# - An agent that sends no report for some seconds is left out. Ranks do not outlive their agent.
+# - The host starts the next round without agents that were silent for some seconds. Ranks do not outlive their agent.
 #
 # ## Further reading
 #

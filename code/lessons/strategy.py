@@ -14,17 +14,17 @@
 # ---
 
 # %% [markdown]
-# # Strategy: how to split a model over machines
+# # Strategy: choosing a parallel layout for a model and a cluster
 #
 # After this lesson you can
 #
 # - say what limits a layer on a given GPU: matrix products, memory, the network or kernel launches;
-# - predict the seconds of a step in twenty lines, its memory with the package, and say how far off both may be;
-# - choose a layout for a model and its machines, and say which constant would change the choice;
+# - predict the time of a step in twenty lines, and its memory with the package, and state the error of both predictions;
+# - choose a layout for a model and a cluster, and say which constant would change the choice;
 # - fit such a prediction to a few steps of your own, and see when the fit fails.
 #
-# Before you start, a question. Llama 3 70B, 64 H100s, 512 sequences of 8,192 tokens in a step:
-# how should the model be split?
+# You train Llama 3 70B on 64 H100s, with 512 sequences of 8,192 tokens in a step.
+# How should you split the model?
 
 # %% tags=["hide-input"]
 # Imports, four models and the machines
@@ -90,17 +90,17 @@ for one in (found.feasible[0], found.feasible[-1]):
     print(round(one.seconds), "s a step:", one.layout)
 
 # %% [markdown]
-# A layout is a way to split: `d` copies of the model, each over `t` ranks that share every matrix, `p` stages, and `c` ranks that share every sequence.
+# A layout says how to split the model: into `d` copies, each with `t` tensor ranks that share every matrix, `p` pipeline stages, and `c` context ranks that share every sequence.
 # A number that is not printed is 1.
-# `recompute` says that backward computes activations of a layer again: all of them, or those named, here norms and what lies between the two matrices of a feed-forward network (`ffn`).
+# With `recompute`, backward computes a layer's activations again: all, or only the named ones, here those of norms and between the two matrices of a feed-forward network (`ffn`).
 #
-# The first layout is one that torchtitan 0.3.0 runs, and that fits there.
-# Its products, its attention and what it sends are predicted at rates that were [fitted](#predicted-beside-measured) to published steps; its bytes follow from its source, and from guesses.
-# Where this page names no engine it plans the course's own model, whose rates are all *guesses*: what jobs commonly reach.
-# [Rules of thumb](#rules-of-thumb-judged) and [Which constant would change the choice?](#which-constant-would-change-the-choice) are computed with these, and hold as far as they do.
+# torchtitan 0.3.0 can run the first layout, and it fits in memory.
+# The time of matrix products, attention and messages is predicted with rates that were [fitted](#predicted-and-measured-steps-compared) to published steps; its memory follows from torchtitan's source, and from guesses.
+# Where this page names no engine, it plans for the course's own model, whose rates are all *guesses*: rates that jobs commonly reach.
+# [Rules of thumb](#rules-of-thumb-judged) and [Which constant would change the choice?](#which-constant-would-change-the-choice) use these guesses, and are as uncertain.
 
 # %% tags=["hide-input"]
-# Draws every layout that fits: what it reserves and how long a step takes
+# Draws every layout that fits: reserved memory and time of a step
 best, last = found.feasible[0], found.feasible[-1]
 copies = next(one for one in found.feasible if one.layout.dp == 64)
 assert fits > 100 and last.seconds > 1.6 * best.seconds and best.layout.cp == 1
@@ -116,18 +116,17 @@ show.figure(plots.plot_layouts(points), alt, "strategy-layouts")
 
 # %% [markdown]
 # Each dot is a layout that fits.
-# Those that fill the memory are neither faster nor slower than those that leave some free: you need a prediction to tell them apart.
-# This page makes one, first in twenty lines, and compares it with steps that others have measured.
+# Layouts that fill the memory are neither faster nor slower than layouts that leave memory free: you need a prediction to tell them apart.
 #
-# ## Three limits
+# ## What limits a layer: memory, network or kernel launches
 #
-# A GPU computes products of matrices, and is slower than its data sheet where it waits for one of three things:
+# A GPU computes matrix products. It is slower than its data sheet says when it waits for one of three things:
 #
 # - **memory**: weights and activations come from its memory, some terabytes per second;
-# - **the wire**: what other GPUs hold comes over links, ten to a hundred times slower;
-# - **launches**: a CPU tells the GPU what to do, operator by operator, and takes milliseconds for a layer.
+# - **the network** (`wire` in the table): data of other GPUs come over links, which are ten to a hundred times slower;
+# - **launches**: a CPU launches the GPU's kernels one by one, which takes milliseconds for a layer.
 #
-# Memory and the wire are on the data sheet. Divide its operations per second by its bytes per second: so many operations take as long as one byte takes to arrive.
+# The rates of memory and links are on the data sheet. Operations per second divided by bytes per second is the number of operations that take as long as one byte takes to arrive.
 #
 # ![For six GPUs, on a logarithmic axis, how many operations of a product pay for one byte. V100: 139 from its own memory, 833 from its node, 20,000 from the network. A100 80 GB: 153, 1,040, 12,480. H100: 295, 2,198, 19,780. B200: 281, 2,500, 45,000. GB200: 312, 2,778, 50,000. RTX 4090: 164, 5,156, 105,600. Products grew faster than every link.](../figures/strategy_walls.svg)
 
@@ -147,7 +146,7 @@ def layer_limits(machine, config, tokens, t):
 
 
 # %% tags=["hide-input"]
-# Table: what a layer of the 8B model waits for
+# Table: times of a layer of the 8B model, and which is longest
 rows, longest = [], {}
 for gpu, tokens, t in (
     ("a100", 8192, 1),
@@ -168,22 +167,20 @@ show.table(rows, head)
 
 # %% [markdown]
 # On one GPU the products take longest, so the GPU is busy.
-# Where eight share the layer, the products take an eighth, but there are bytes to send, and the launches take as long as before.
+# Where eight GPUs share the layer, the products take an eighth of the time, but there are bytes to send, and the launches take as long as before.
 # On eight RTX 4090, which have PCIe and no NVLink, sending takes longest.
 # So the same split is good on one machine and bad on another.
 #
 # Launches limit only code that runs operator by operator, as the measured steps below did.
-# `torch.compile` makes fewer operators of a block; a CUDA graph records a step's launches once, and then starts all of them in one call: the step is *captured*.
-# torchtitan 0.3.0 (September 2026) captures forward and backward unless told not to, though not in a pipeline; Megatron Core 0.19.2 (September 2026) does so with `--cuda-graph-impl`.
-# Capturing needs shapes that stay the same, and no operation that asks the CPU.
+# `torch.compile` fuses a block's operators into fewer kernels; a CUDA graph records a step's launches once, and then starts all of them in one call: the step is *captured*.
+# torchtitan 0.3.0 (September 2026) captures forward and backward by default, but not in a pipeline; Megatron Core 0.19.2 (September 2026) does so with `--cuda-graph-impl`.
+# Capturing needs constant shapes, and no operation that waits for the CPU.
 #
-# ## Somebody has measured it
+# ## Measured steps: 3,257 published runs
 #
-# The table says what a layer waits for, but not how long a step takes.
-# To check a prediction of that, you need measured steps.
 # The authors of the Ultra-Scale Playbook {cite}`tazi2025ultrascale` report over 4,000 experiments on up to 512 H100s, early in 2025, with the library nanotron.
 # Their table, here called the *sweep*, lists 3,257 runs of four models, with tokens per second and memory.
-# 340 of these come with this course. This page uses the first forty, on up to 128 GPUs, and no others.
+# 340 of these runs come with this course. The small model below uses the first forty, on up to 128 GPUs.
 
 # %%
 nanotron = strategy.PROFILES["nanotron"]  # what is particular to that library
@@ -209,9 +206,9 @@ show.table(rows, ["parameters", "GPUs", "layout", "b", "m", "a step (s)"])
 # `b` is the number of sequences in a micro-batch, and `m` the number of micro-batches in a step.
 #
 # Two numbers judge a prediction.
-# How far off is it, in the median?
-# And does it rank: of several layouts of one model on the same number of nodes, is the one that it calls fastest the fastest?
-# The second is Spearman's correlation between the predicted and the measured order: 1 if they are equal, near 0 if they have nothing to do with each other.
+# The first is the median relative error.
+# The second says if the prediction ranks the layouts of one model, on the same number of nodes, in the measured order.
+# It is Spearman's correlation between both orders: 1 if they are equal, near 0 if they are unrelated.
 
 # %%
 def median_error(predicted):
@@ -232,10 +229,10 @@ def rank_correlation(predicted):
 
 
 # %% [markdown]
-# ## A floor does not rank
+# ## A lower bound from the data sheet does not rank layouts
 #
-# The *floor* of a step follows from the data sheet alone: every product at the sheet's rate, every link full, and all sending hidden that can be hidden.
-# `strategy.compute_floor` computes it, and no measured step is below it.
+# The *floor* of a step is a lower bound of its time from the data sheet alone: all products and links run at the sheet's rates, and all communication that can overlap does.
+# `strategy.compute_floor` computes the floor; no measured step is faster.
 
 # %%
 floors = [strategy.compute_floor(j.config, j.machine, j.layout, j.seq).total for j in jobs]
@@ -244,7 +241,7 @@ rank = rank_correlation(floors)
 print("fraction of a step:", round(fraction, 2), "rank correlation:", round(rank, 2))
 
 # %% tags=["hide-input"]
-# Holds each measured step to its floor
+# Checks that no measured step is below its floor
 assert all(f < s for f, s in zip(floors, seconds))
 assert rank_correlation(floors) < 0.5
 
@@ -253,14 +250,13 @@ assert rank_correlation(floors) < 0.5
 # `````{admonition} Checked: "count FLOPs and bytes, divide by the data sheet, take the smallest"
 # :class: checked
 #
-# The floor is a quarter of what these steps take, and its order has little to do with theirs.
-# It says what is impossible, and not what is fastest.
+# The floor is a quarter of the measured times, and its order is nearly unrelated to the measured order.
+# A floor says which times are impossible, not which layout is fastest.
 # `````
 #
-# ## The plainest prediction that ranks
+# ## A prediction with six constants
 #
-# What is missing are constants that no data sheet has: the rates that real code reaches.
-# Six are enough.
+# A better prediction needs constants that no data sheet has: the rates that real code reaches. Six constants are enough.
 
 # %%
 def predict_step(job, r):
@@ -280,14 +276,14 @@ def predict_step(job, r):
 
 
 # %% [markdown]
-# - A layer takes the longer of its products and its launches, because the CPU launches while the GPU computes. What it sends is added.
-# - The slowest stage of the pipeline takes its time for each micro-batch, each other stage once.
+# - A layer takes the time of its products or of its launches, whichever is longer, because the CPU launches while the GPU computes. The time of its messages is added.
+# - The time of the pipeline's slowest stage counts once for each micro-batch, that of every other stage once in a step.
 # - Gradients are summed over the copies at the end.
 #
-# What is left out, the module adds: attention's own rate, sending that backward hides, the optimizer, memory.
+# The module adds attention's own rate, communication that overlaps with backward, the optimizer, and memory.
 #
 # Each constant begins as a guess, with the fraction by which the guess may be wrong; together they are a *prior*.
-# `fit` changes the constants until predicted and measured times agree, and keeps near the guess what the steps say nothing about.
+# `fit` changes the constants until predicted and measured times agree. A constant about which the steps say nothing stays near its guess.
 
 # %%
 GUESSES = {  # its unit, a guess, and by what fraction that may be off
@@ -314,7 +310,7 @@ error, rank = median_error(predicted), rank_correlation(predicted)
 print("median error:", round(error, 3), "rank correlation:", round(rank, 2))
 
 # %% tags=["hide-input"]
-# Table: the six constants, and how sure the fit is of each
+# Table: the six constants, with the uncertainty of the fit
 assert error < 0.1 and rank > 0.95
 rows = [
     [name, f"{rate.value:.3g}", f"± {rate.spread:.0%}", rate.unit]
@@ -323,10 +319,10 @@ rows = [
 show.table(rows, ["constant", "value", "may be off by", "unit"])
 
 # %% [markdown]
-# The prediction is off by less than a tenth, where the floor was a quarter of the step, and its order is nearly right, for models from 1 to 80 billion parameters.
+# The prediction is off by less than a tenth, and its order is nearly right, for models from 1 to 80 billion parameters.
 # A GPU reaches less than half of the 989 TFLOP/s on its data sheet, and no layer takes less than 4 ms, however small.
 #
-# ### What each constant is worth
+# ### Ablation: fits without one constant
 #
 # Take one constant away, fit the others anew, and compare.
 
@@ -349,16 +345,14 @@ assert rank_correlation(lost["launch"]) < 0.93 and median_error(lost["crossing"]
 show.table(rows, ["left out", "median error", "rank correlation"])
 
 # %% [markdown]
-# Without launches the order is worst, and yet the papers on parallelism have no formula for them. In a captured step they would be the first to leave out.
-# `crossing` belongs to this cluster: nobody knows its cause, and without it the error doubles.
+# Without `launch` the order is worst, yet papers on parallelism have no formula for launches. For a captured step you would leave out `launch` first.
+# `crossing` is particular to this cluster: nobody knows its cause, and without it the error doubles.
 # Few of the forty steps wait for links inside a node or for the network, so the fit is least sure of these two.
 #
-# ## Predicted beside measured
+# ## Predicted and measured steps compared
 #
-# `strategy.predict` is the same prediction with what real jobs have: other schedules, recomputation, all stages of ZeRO, long sequences, memory. [Its code](#the-module) comes later.
-#
-# A fit looks too good on the steps that it was fitted on.
-# So here it gets every other row of the sweep, and is judged by the rest.
+# `strategy.predict` is the same prediction for real jobs, with other schedules, recomputation, all ZeRO stages, long sequences, and memory. [Its code](#the-module) comes later.
+# A fit looks too good on the steps that it was fitted on. So the constants are fitted on every other row of the sweep, and judged by the remaining rows.
 # Megatron's constants are fitted on five layer times of a model of 22 billion parameters on eight A100s, which {cite:t}`korthikanti2022recomputation` print; then they predict whole steps, on up to 3,072 GPUs.
 
 # %%
@@ -409,7 +403,7 @@ show.figure(plots.plot_prediction_ratios(groups), alt, "strategy-agreement")
 
 
 # %% tags=["hide-input"]
-# Table: how far off, in the median and at most
+# Table: median and largest error of the predictions
 def format_errors(pairs):
     each = sorted(abs(p / s - 1) for p, s in pairs)
     return f"{statistics.median(each):.1%}", f"{each[-1]:.1%}"
@@ -423,22 +417,21 @@ assert statistics.median(abs(p / s - 1) for p, s in rest_bytes) < 0.07
 show.table(rows, ["", "of what", "off in the median", "at most"])
 
 # %% [markdown]
-# Memory is what the allocator *reserves* on rank 0, which is on the first stage. That is more than the tensors there hold.
+# Memory means the bytes that the allocator *reserves* on rank 0, which is on the first stage. These are more than the bytes of its tensors.
 #
-# nanotron's constants that come with the course are fitted on all 340 rows; Megatron's on the five layer times, and those of today's engines on the lines below. All others are guesses. To judge nanotron's, a model on a number of nodes is a cell, and half of the cells are left out of a fit: their rows are 7 % off in seconds and 3 % in bytes, and in all cells but one at most the layout that is called fastest takes at most a tenth longer than the fastest.
+# The course's constants for nanotron are fitted on all 340 rows, Megatron's on the five layer times, and those of today's engines on the published lines below. All others are guesses. A second test of nanotron's constants groups the rows by model and number of nodes, and fits on half of the groups. Rows of the other groups are 7 % off in seconds and 3 % in bytes. With one exception at most, the layout predicted as a group's fastest takes at most a tenth longer than the fastest.
 #
-# Five layer times of a model of 22 billion parameters predict, to some percent, steps of models of 175 billion on 64 GPUs, of 145.6 billion on 1,536 and of a trillion on 3,072: all run the same kernels.
+# Five layer times of a 22B model predict, to some percent, steps of a 175B model on 64 GPUs, a 145.6B model on 1,536 and a 1T model on 3,072: all run the same kernels.
 #
-# Today's engines publish tokens per second: Megatron, torchtitan and others, in 8 and 4 bits, with experts, on up to 1,024 GPUs. `strategy fit` takes such a table with `--profile engines`, and names the lines that it leaves out. In the picture each half of 279 lines is predicted by constants of the other half.
+# Today's engines publish tokens per second: Megatron, torchtitan and others, in 8 and 4 bits, with experts, on up to 1,024 GPUs. `strategy fit` takes such a table with `--profile engines`, and names the lines that it leaves out. In the picture, each half of 279 lines is predicted with constants that were fitted on the other half.
 #
 # ![Predicted over measured seconds of published steps, a dot each, by source, on a logarithmic axis; each half by rates of the other. Medians, and how many: Megatron-Bridge 1.00 (178), llm-foundry 1.00 (52), torchtitan 0.96 (16), Megatron-MoE-ModelZoo 1.05 (11), NeMo 24.07 0.95 (11), Automodel 1.14 (8), Megatron-LM examples 1.07 (3).](../figures/strategy_engines.svg)
 #
-# One limit of that: for one configuration of Qwen3-30B on eight GB200s, 23,766 tokens per second and GPU are published with NVIDIA's container 25.11, and 39,936 with 26.08. No column says why, so no constant can.
+# For one configuration of Qwen3-30B on eight GB200s, NVIDIA publishes 23,766 tokens per second and GPU with container 25.11, and 39,936 with 26.08. No column explains the difference, so no constant can.
 #
-# ## Choosing
+# ## Choosing a layout with `strategy.plan`
 #
-# `strategy.plan` predicts every layout and sorts.
-# Here are three jobs, with torchtitan's constants.
+# `strategy.plan` predicts every layout and sorts them by time. The cell plans three jobs, with torchtitan's constants.
 
 # %%
 jobs_to_plan = {  # model, GPU, how many, sequences of a step, tokens of the training
@@ -449,7 +442,7 @@ jobs_to_plan = {  # model, GPU, how many, sequences of a step, tokens of the tra
 plans = {name: strategy.plan(*job[:4], profile=TITAN) for name, job in jobs_to_plan.items()}
 
 # %% tags=["hide-input"]
-# Table: the two fastest of each, with days and what they wait for
+# Table: the two fastest layouts of each job, with days and longest wait
 rows = []
 for name, job in jobs_to_plan.items():
     for one in plans[name].feasible[:2]:
@@ -464,18 +457,18 @@ assert round(copies.seconds / best.seconds, 1) == 1.2
 show.table(rows, ["", "layout", "a step (s)", "GB", "MFU", "days", "waits most for"])
 
 # %% [markdown]
-# `b` is the number of sequences in a micro-batch. With `interleaved 4` each stage has four separate chunks of the layers, which makes the pipeline's bubble shorter.
-# MFU is the fraction of the data sheet's operations per second that goes into the model: recomputation is not counted, and neither are pairs of tokens that a mask or a window hides.
+# With `interleaved 4` each stage has four separate chunks of the layers, which makes the pipeline's bubble shorter.
+# MFU is the fraction of the data sheet's operations per second that the model's own operations reach, without recomputation and without token pairs that a mask or a window hides.
 #
-# *The large one* takes all three cuts: four ranks share each matrix, four such stages are a copy of the model, and there are four copies, which share the optimizer (ZeRO-1).
-# That leaves each rank so few activations that only those of norms, and those between the matrices of feed-forward networks, are computed again.
-# 64 copies that share their weights (ZeRO-3) have to compute whole layers again, and take a fifth longer.
+# *The large job* uses all three kinds of parallelism: four ranks share each matrix, four such stages are a copy of the model, and four copies share the optimizer states (ZeRO-1).
+# Each rank then holds so few activations that it recomputes only those of norms, and those between the matrices of feed-forward networks.
+# 64 copies that shard their weights (ZeRO-3) have to recompute whole layers, and take a fifth longer.
 #
-# *GPT-3* needs all three cuts on A100s: tensor parallelism inside the node, a pipeline across nodes, ZeRO-1 between copies.
-# {cite:t}`narayanan2021megatron` report 34 days, with whole layers computed again, at 140 TFLOP/s. With the optimizer sharded between copies there is memory to keep most activations instead.
+# *GPT-3* needs all three kinds on A100s: tensor parallelism inside the node, a pipeline across nodes, ZeRO-1 between copies.
+# {cite:t}`narayanan2021megatron` report 34 days at 140 TFLOP/s, with full recomputation. With optimizer states sharded over the copies, there is enough memory to keep most activations.
 # [A worked example](../book/gpt3_on_64_gpus.md) splits GPT-3 over 64 GPUs.
 #
-# *The small one* needs copies alone. What is left to choose is the batch.
+# *The small job* needs only data parallelism. Then only the batch is left to choose.
 
 # %%
 GPUS, PRICE = 256, 2.0  # dollars for an hour of one of them
@@ -492,20 +485,19 @@ def token_cost(batch):
 costs = {batch: token_cost(batch) for batch in (256, 512, 1024, 2048, 4096, 8192)}
 
 # %% tags=["hide-input"]
-# Table: what a billion tokens cost, by batch
+# Table: cost of a billion tokens, by batch
 prices = list(costs.values())
 assert prices[0] > 1.08 * prices[-1] and prices[-3] < 1.03 * prices[-1]
 rows = [[f"{batch:,}", batch // GPUS, f"{1e3 * price:.2f}"] for batch, price in costs.items()]
 show.table(rows, ["sequences in a step", "per GPU", "a billion tokens ($)"])
 
 # %% [markdown]
-# Each doubling does twice the work for one sum of gradients and one step of the optimizer; from some eight sequences per GPU on there is little left to gain.
-# A larger batch saves no money then, and the model learns less from each token.
+# Each doubling does twice the work for one all-reduce of gradients and one optimizer step. Above some eight sequences per GPU, a larger batch saves hardly any money, and the model learns less from each token.
 #
 # ### The same choice, run on four ranks
 #
-# Two small jobs of the same two kinds, each in four layouts with the same batch.
-# A rank may hold 20 MB of tensors; asking for more is an out-of-memory error.
+# The cell runs two small jobs, a large model and one with much data, each in four layouts with the same batch.
+# A rank may hold 20 MB of tensors; more is an out-of-memory error.
 
 # %%
 shape = partial(Config, vocab=256, layers=2, heads=8, tied=False)
@@ -534,7 +526,7 @@ def try_step(config, layout):
 
 
 # %% tags=["hide-input"]
-# Table: what rank 0 holds and sends in each layout, predicted and counted
+# Table: bytes that rank 0 holds and sends in each layout, predicted and counted
 def try_steps(asked):
     return [try_step(*one) for one in asked]
 
@@ -561,13 +553,13 @@ head = ["job", "layout", "states, predicted (MB)", "held", "sent, predicted (MB)
 show.table(rows, head)
 
 # %% [markdown]
-# The large model does not fit as four copies. With tensor parallelism or ZeRO-3 it does, and ZeRO-3 sends nearly four times what four tensor ranks send.
-# With much data all four layouts fit, and copies send least: gradients do not grow with the batch, but the activations that tensor parallelism sends do. Four tensor ranks send ten times as much.
+# The large model does not fit as four copies. It fits with tensor parallelism or ZeRO-3, and ZeRO-3 sends nearly four times as many bytes as four tensor ranks.
+# With much data all four layouts fit, and data parallelism sends least: gradients do not grow with the batch, but the activations that tensor parallelism sends do. Four tensor ranks send ten times as many bytes as four copies.
 #
 # ## Rules of thumb, judged
 #
-# "Below a billion parameters copies; up to ten billion a pipeline; up to a hundred billion tensor parallelism and ZeRO; above that all of them."
-# How much slower than the fastest layout is the best one that obeys this rule?
+# "Use copies below a billion parameters, a pipeline up to ten billion, tensor parallelism and ZeRO up to a hundred billion, and all of them above."
+# How much slower than the fastest layout is the best layout under this rule?
 
 # %%
 RULE = {
@@ -578,7 +570,7 @@ RULE = {
 }
 
 # %% tags=["hide-input"]
-# Table: the best layout, and what obeying the rule costs
+# Table: the fastest layout, and the extra time of the rule's best
 rows, price = [], {}
 for gpu, gpus, batch in (
     ("rtx-4090", 64, 512),
@@ -603,19 +595,17 @@ show.table(rows, ["machines", "model", "the fastest", "the rule says", "costs"])
 # `````{admonition} Checked: "size decides"
 # :class: checked
 #
-# On H100s and larger GPUs the rule for 1B costs a few percent, and the one for 70B no more than the prediction may be off.
+# On H100s and larger GPUs the rule costs a few percent for 1B, and for 70B no more than the error of the prediction.
 # The pipeline for 8B is the fastest nowhere in this table.
-# On cards of 24 GB without NVLink the rule for 1B does not fit, and the one for 70B is several times slower than what the planner takes.
-# Size says what does not fit on one GPU. Links and memory say what to do about it.
+# On GPUs of 24 GB without NVLink, the rule's layout for 1B does not fit, and its layout for 70B is several times slower than the planner's.
+# A model's size decides if it fits on one GPU. Links and memory decide how to split it.
 # `````
 #
-# All of these steps are predicted, at the course's guessed rates.
-# Measure the layouts that are within 5 % of the first.
+# All times in this table are predicted with the course's guessed rates. Measure the layouts that are within 5 % of the first.
 #
 # ## Which constant would change the choice?
 #
-# Would you choose another layout if a constant were a little different?
-# Halve and double each, and plan again.
+# The cell halves and doubles each constant, and plans again.
 
 # %%
 def plan_with_rate(layout, name, factor, *job):
@@ -629,7 +619,7 @@ def plan_with_rate(layout, name, factor, *job):
 
 
 # %% tags=["hide-input"]
-# Table: which changes make another layout the fastest, for two jobs
+# Table: changed constants that make another layout the fastest, for two jobs
 rows = []
 NAMES = "products", "attention", "memory", "launch", "node", "network"
 NAMES += "overlapped_collectives", "exposed_gathers"
@@ -648,20 +638,20 @@ show.table(rows, ["job", "if", "the fastest is", "the first choice takes"])
 
 # %% [markdown]
 # For the 70B model five of sixteen changes put another layout first, and then the first choice takes 3 % longer at most: many layouts are nearly as fast.
-# No change makes copies alone the fastest. If ZeRO's gathers cost half (`exposed_gathers`), or the network is twice as fast, copies of two tensor and two context ranks come first.
+# No change makes pure data parallelism the fastest. If ZeRO's gathers cost half (`exposed_gathers`), or the network is twice as fast, a layout with two tensor and two context ranks comes first.
 #
-# ## On the command line, and in the page
+# ## The command `strategy plan`, and its form
 #
-# The command `strategy plan` is this planner; without `--profile` it plans the course's own model. It says how many rates are guesses, and prints the fastest layouts, what was ruled out and why; `--explain` adds the parts of the first one's time, and `--json` prints all of it.
+# The command `strategy plan` runs this planner; without `--profile` it plans for the course's own model. It prints the number of guessed rates, the fastest layouts, and the reasons why others were ruled out; `--explain` adds the parts of the first layout's time, and `--json` prints everything.
 
 # %%
 run_cli("strategy plan --model llama-3-70b --gpu h100 --gpus 64 --profile torchtitan --top 3")
 
 # %% [markdown]
 # Below the table the command prints what was searched: ranks share sequences from 8,192 tokens on, stages and chunks may be unequal, single operators are recomputed where that may be faster. It also names what the search leaves out, and warns where little memory is free or the MFU is low.
-# `--layout` takes a layout as it is, from a paper for instance. With Megatron's constants Llama 3 405B on 16,384 GPUs is predicted at 44 % MFU, and ran at 41 {cite}`dubey2024llama3`. It ran in 80 GiB: predicted are 92 GB, or 80 if gradients are sharded as well.
+# `--layout` predicts one given layout, for instance from a paper. With Megatron's constants, Llama 3 405B on 16,384 GPUs is predicted at 44 % MFU; the real job had 41 % {cite}`dubey2024llama3`. It ran in 80 GiB; the prediction is 92 GB, or 80 GB if gradients are sharded as well.
 #
-# `--config config.json` plans a model of Hugging Face's hub as `transformers` builds it, [counted exactly](memory.md#memory-of-a-hugging-face-model-from-its-configjson): latent attention, windows, experts of any kind. What a file leaves open is named, and what is not understood is refused in one line.
+# `--config config.json` plans a model of Hugging Face's hub as `transformers` builds it, [counted exactly](memory.md#memory-of-a-hugging-face-model-from-its-configjson): latent attention, windows, experts of any kind. The command names values that a file leaves open, and refuses unknown settings in one line.
 # `--rates here.json` takes the constants that `strategy fit` wrote.
 # `strategy emit` writes the fastest layout that an engine can run as its configuration, each line with its reason: for DeepSpeed, torchtitan, Megatron, the course's `train.py`, or as a batch file for Slurm.
 # A file for DeepSpeed begins so:
@@ -670,7 +660,7 @@ run_cli("strategy plan --model llama-3-70b --gpu h100 --gpus 64 --profile torcht
 run_cli("strategy emit deepspeed --model llama-3-8b --gpu h100 --gpus 16", 15)
 
 # %% [markdown]
-# It is planned with that engine's bytes, not with the course's: Megatron and `fully_shard` sum gradients in float32, 4 bytes where the course's model has 2.
+# `strategy emit` plans with the memory of the target engine, not of the course's model: Megatron and `fully_shard` sum gradients in float32, with 4 bytes where the course's model has 2.
 # So with Megatron GPT-3 gets eight stages on 1,024 GPUs, where the course's own model gets four:
 
 # %%
@@ -678,13 +668,13 @@ run_cli("strategy emit megatron --model gpt-3-175b --gpu a100 --gpus 1024 --batc
 
 # %% [markdown]
 # `strategy run` trains the first layout on ranks of this machine: the same cuts, schedule and recomputation, with degrees, chunks and model as small as possible.
-# It ends with status 0 only if losses and gradients are those of one process and each rank held and sent what was predicted. What the course's [mesh](mesh.md) does not train, such as context ranks and experts over ranks, it leaves out, and says so.
+# The command ends with status 0 only if losses and gradients equal one process's, and each rank held and sent the predicted bytes. It leaves out parts that the course's [mesh](mesh.md) does not train, such as context ranks and experts over ranks, and says so.
 
 # %% tags=["measured"]
 run_cli("strategy run --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4", 20)
 
 # %% [markdown]
-# [`python -m shardlab parity`](parity.md#comparing-two-scripts) says whether *your* training script computes the same under that layout as in one process.
+# [`python -m shardlab parity`](parity.md#comparing-two-scripts) says whether *your* training script computes the same numbers under this layout as in one process.
 #
 # The form below runs the command in your browser.
 # A plan of 1,500 layouts takes ten seconds there; the 4,000 layouts of 64 GPUs take up to a minute.
@@ -698,29 +688,29 @@ run_cli("strategy run --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4", 
 #
 # ## The module
 #
-# How does `strategy.predict` compute this? First a layer:
+# `strategy.predict` first computes the time of a layer:
 
 # %%
 show.source(core.predict_layer, core._attention_seconds, core._launch_seconds, core._cpu_seconds, core._link_rates, core._all_reduce_seconds, core._context_seconds)
 
 # %% [markdown]
-# `rates` are the constants, most of them as fractions of the data sheet: so what was fitted on one GPU predicts another.
-# `SMOOTH_POWER` makes the maximum of GPU and CPU time a smooth one, since near the point where both are equal each delays the other.
-# [`matmuls`](../code/shardtools/strategy/matmuls.py) has the time of each product.
+# `rates` are the constants, most of them as fractions of the data sheet's rates: so constants that were fitted on one GPU predict another.
+# `SMOOTH_POWER` makes the maximum of GPU and CPU time smooth, since both delay each other when they take equally long.
+# [`matmuls`](../code/shardtools/strategy/matmuls.py) computes the time of each matrix product.
 #
-# From layers to a step:
+# The time of a step is computed from its layers:
 
 # %%
 show.source(core.predict_seconds, core._stage_work, core._bubble_seconds, core._retry_probability, core._bubble_share, core._head_work, core._message_seconds, core._optimizer_seconds)
 
 # %% [markdown]
-# [`data_parallel`](../code/shardtools/strategy/data_parallel.py) says how long copies wait for gradients and weights.
-# ZeRO-3 sends three times for each micro-batch, and hides most of it behind the work.
-# ZeRO-1 gathers new weights after the step. nanotron (early 2025) and DeepSpeed 0.19.8 wait for them; Megatron Core 0.19.2 with `--overlap-param-gather`, which `strategy emit megatron` writes, and torch's `fully_shard` gather them ahead, while earlier layers compute.
+# [`data_parallel`](../code/shardtools/strategy/data_parallel.py) computes the time in which copies wait for gradients and weights.
+# ZeRO-3 communicates three times for each micro-batch, and overlaps most of this with computing.
+# ZeRO-1 gathers new weights after the step. nanotron (early 2025) and DeepSpeed 0.19.8 wait for these weights; Megatron Core 0.19.2 with `--overlap-param-gather`, which `strategy emit megatron` writes, and torch's `fully_shard` gather them ahead, while earlier layers compute.
 #
-# ## This machine
+# ## Constants measured on this machine
 #
-# The constants can be measured as well: `measure_rates` times a product, an attention, a pass over memory, launches and an all-reduce, here in a second.
+# `measure_rates` measures the constants instead of fitting them: it times a product, an attention, a pass over memory, launches and an all-reduce, here in a second.
 
 # %% tags=["hide-input"]
 # Times a training step of the plain GPT, and predicts it
@@ -768,13 +758,13 @@ show.check_timing(
 show.table(rows, ["model", "b", "predicted (s)", "measured (s)", "predicted / measured"])
 
 # %% [markdown]
-# As a rule such a prediction is within a factor of two.
-# It takes one rate for all products, while small ones are slower, and knows nothing of caches. Measured steps of your own correct that, by the fit above.
+# Such a prediction is usually within a factor of two.
+# It uses one rate for all products, although small products are slower, and ignores caches. A fit to measured steps of your own corrects the constants.
 #
-# ## How a fit fails
+# ## How a fit fails: no priors, slow runs, another framework
 #
 # **Without priors.** Five steps cannot tell six constants apart.
-# In the second fit below, each guess may be off a hundredfold.
+# In the second fit below, each guess may be wrong by a factor of a hundred.
 
 # %%
 loose = {name: (unit, value, 99.0) for name, (unit, value, _) in GUESSES.items()}
@@ -796,11 +786,9 @@ assert both[0] < 0.75 * both[1] and loose_fit["node"] > 2e12
 show.table(rows, ["constant, by five rows", "with priors", "without"])
 
 # %% [markdown]
-# Without priors the links inside a node get several terabytes per second, many times what their data sheet says.
-# The fit warns of that: such a constant may be off by thousands of percent.
+# Without priors the fitted rate of the links inside a node is several terabytes per second, many times the data sheet's. The table shows the problem: this constant may be off by thousands of percent.
 #
-# **With slow runs among the others.** Something else used the network, or a GPU was hot.
-# Least squares would follow such runs. `fit` gives less weight to a step the further its prediction is off.
+# **With disturbed runs.** In some runs another job used the network, or a GPU was hot. Least squares would follow such runs. `fit` gives less weight to a step the further its prediction is off.
 
 # %%
 slow = [(job, 4 * taken if i % 10 == 0 else taken) for i, (job, taken) in enumerate(steps)]
@@ -809,28 +797,28 @@ moved = {name: among[name] / six[name] - 1 for name in GUESSES}
 print({name: round(x, 2) for name, x in moved.items()})
 
 # %% tags=["hide-input"]
-# Holds the fit among slow runs to that without
+# Compares the fit with slow runs to the fit without them
 assert abs(moved["products"]) < 0.1 and abs(moved["launch"]) < 0.15 and moved["beyond"] < 0.4
 
 # %% [markdown]
 # The sweep has such runs: in some jobs every message between stages takes a quarter of a second, and in others with the same layout less than a millisecond.
-# No constant predicts them. But beside a prediction you notice them.
+# No constant predicts such runs, but you notice them when you compare them with a prediction.
 #
 # **With another framework.** Constants hold for the code that they were fitted on.
 # Another framework is faster or slower by nearly the same factor in all rows: fit that one factor.
 #
 # ## What goes wrong, and how it looks
 #
-# | what one sees | what it is |
+# | symptom | cause |
 # |---|---|
 # | the best layout on paper is slow in practice, and all others as well, by the same factor | constants of another framework: fit one factor, from one measured step |
-# | one layout is many times slower than predicted, its neighbours are not | it needs more than some 96 % of the GPU's memory: the allocator frees and retries |
-# | a small model does not get faster with larger `t` | launches: a layer takes what the CPU takes, however small each rank's part; compile the blocks, or capture the step |
-# | predicted and measured agree on one node, but not on two | the wrong network interface, or one network card for eight GPUs: [Clusters](cluster.md) asks all ranks |
-# | the planner's first three change places with every new constant | they are equal within its error: take the one that leaves most memory free, or measure them |
+# | one layout is many times slower than predicted, similar layouts are not | it needs more than some 96 % of the GPU's memory: the allocator frees and retries |
+# | a small model does not get faster with larger `t` | launches: a layer takes as long as its launches on the CPU, however small each rank's part; compile the blocks, or capture the step |
+# | predicted and measured agree on one node, but not on two | the wrong network interface, or one network card for eight GPUs: the check in [Clusters](cluster.md) finds it on all ranks |
+# | the planner's first three layouts change places with every new constant | they are equal within the prediction's error: take the layout that leaves most memory free, or measure them |
 # | fitted constants are absurd, and may be off by more than 100 % | too few steps for so many constants, and no priors |
 #
-# What no prediction here knows: how unevenly tokens choose their experts (it assumes a number), who else uses the network, and from what size on a batch is too large to learn from.
+# The predictions ignore other traffic on the network and the batch size above which learning suffers, and assume a number for the imbalance of experts.
 #
 # ## Exercises
 #
@@ -840,7 +828,7 @@ assert abs(moved["products"]) < 0.1 and abs(moved["launch"]) < 0.15 and moved["b
 #
 # A layer of width $h = 8192$ has $12h^2$ weights, and $t = 8$ GPUs of 989 TFLOP/s share it. A micro-batch has $b$ sequences of $s$ tokens.
 # Forward and backward together take 6 operations for each weight and token, and four all-reduces of $sbh$ numbers of 16 bits, each as a ring.
-# How many bytes per second must each GPU send, so that the all-reduces take no longer than its products at that rate?
+# How many bytes per second must each GPU send, so that the all-reduces take no longer than its products at its peak rate?
 
 # %%
 answer = ...  # bytes per second
@@ -855,7 +843,7 @@ check(answer, "strategy_wire")
 # :class: dropdown
 # ```
 #
-# From each GPU an all-reduce sends $2 (t-1)/t$ times its bytes, $2sbh$. A GPU computes a $t$-th of $6 \cdot 12h^2 \cdot sb$ operations. In bytes over seconds $sb$ and $1/t$ cancel.
+# In an all-reduce of $2sbh$ bytes, each GPU sends $2 (t-1)/t$ times as many. A GPU computes a $t$-th of $6 \cdot 12h^2 \cdot sb$ operations. $sb$ and $1/t$ cancel in the quotient of bytes and seconds.
 
 # %%
 t, h = 8, 8192
@@ -900,7 +888,7 @@ check(answer, "strategy_days")
 # ```
 #
 # You have measured layers of several sizes: `layers` is a list of `(operations, seconds)`, in any order.
-# A layer takes `launch` seconds or `operations / rate`, whichever is longer. In the list are some of either kind.
+# A layer takes `launch` seconds or `operations / rate`, whichever is longer. The list has layers of both kinds.
 # Measurements scatter by a percent, and a few are disturbed and take several times as long.
 # Write a function that returns `(launch, rate)`, each within 5 %.
 
@@ -958,10 +946,10 @@ check(layout, "strategy_layout")
 # :class: dropdown
 # ```
 #
-# A GPU has 1.6 GB/s of network, so little may leave the node.
-# Copies send large gradients; stages send small messages. So cut matrices inside the node and layers between nodes, and take few copies.
-# Two copies of four stages are 6 % faster than one copy of eight stages: in a pipeline of four, ranks wait less, and that is more than the gradients of two copies take.
-# With ranks of the node that share a sequence, in place of some that share matrices, you gain another 6 %: they send keys and values, which are smaller than activations.
+# Each GPU can send 1.6 GB/s over the network, so few bytes should leave the node.
+# Copies send large gradients; stages send small messages. So cut matrices inside the node and layers between nodes, and use few copies.
+# Two copies of four stages are 6 % faster than one copy of eight stages: with four stages the ranks wait less, and this saves more time than the gradients of two copies take.
+# If you replace some of the node's tensor ranks by context ranks, you gain another 6 %: they send keys and values, which are smaller than activations.
 
 # %%
 layout = Layout(dp=2, tp=8, pp=4, zero=1, microbatches=128, sequence_parallel=True)
@@ -974,16 +962,16 @@ check(layout, "strategy_layout")
 # ## Summary
 #
 # - A layer waits for matrix products, memory, the network or, without CUDA graphs, kernel launches; which of them depends on the machine.
-# - A lower bound says what is impossible; it does not rank layouts. A model with six fitted constants does, and the launch constant matters most.
+# - A lower bound of the step time does not rank layouts. A prediction with six fitted constants ranks them, and the launch constant matters most.
 # - Fit logarithms, with weights that discount slow runs, and with priors; judge the fit by rows that it has not seen.
 # - Constants hold for the code and the cluster that they were fitted on. Another framework is one more factor.
-# - The model's size says what does not fit. Links and memory decide what to do about it.
-# - Among layouts within 5 % of the fastest, take the one that leaves most memory free, or measure.
+# - A model's size decides if it fits on one GPU. Links and memory decide how to split it.
+# - Among layouts within 5 % of the fastest, take the layout that leaves most memory free, or measure.
 #
 # ## Further reading
 #
-# - {cite:t}`tazi2025ultrascale`: the measured runs that this lesson uses, all of them, and what their authors conclude.
+# - {cite:t}`tazi2025ultrascale`: all measured runs of which this lesson uses some, and their authors' conclusions.
 # - {cite:t}`austin2025scaling`: the same limits for TPUs and GPUs, from single products to whole models.
-# - {cite:t}`narayanan2021megatron`, section 3: which cut goes where, with the formulas.
-# - {cite:t}`korthikanti2022recomputation`: layer times, and what a layer keeps.
+# - {cite:t}`narayanan2021megatron`, section 3: how to combine the kinds of parallelism, with formulas.
+# - {cite:t}`korthikanti2022recomputation`: layer times, and the activations that a layer keeps.
 # - [Questions: together](../book/questions_together.md) closes this part.

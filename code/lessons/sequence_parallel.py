@@ -14,16 +14,16 @@
 # ---
 
 # %% [markdown]
-# # Sequence parallelism: dividing what tensor parallelism leaves whole
+# # Sequence parallelism: divide the activations that tensor parallelism leaves whole
 #
 # After this lesson you can
 #
-# - say which activations tensor parallelism leaves whole on every rank, and divide them too, without sending a byte more;
+# - name the activations that tensor parallelism leaves whole on every rank, and divide them too, without sending more bytes;
 # - write the two operators that do it, forward and backward;
 # - predict the activations that a layer keeps and the bytes that a step sends, and choose between keeping a gathered tensor and gathering it again;
 # - find out whether the gradients of the LayerNorms were summed over the ranks.
 #
-# You need one thing from [Memory](memory.md): what it says about activations.
+# You need the activations section of [Memory](memory.md).
 
 # %% tags=["hide-input"]
 # Imports, and the small GPT that every cell trains
@@ -92,7 +92,7 @@ show.table(rows, head, caption="Llama 3 8B, one sequence of 8192 tokens, bfloat1
 
 
 # %% [markdown]
-# The last row sends no byte more. This lesson shows how.
+# The last row, sequence parallelism, sends no more bytes.
 #
 # ## What tensor parallelism leaves whole
 #
@@ -159,24 +159,24 @@ show.table(
 # The term $5as/h$ is attention's scores. Each rank has those of $a/t$ heads, with the sequence cut or not; fused kernels never keep them.
 # However many ranks you add, the 10 stays.
 #
-# ## Cut the tokens outside, the width inside
+# ## All-gather and reduce-scatter around the cut layers
 #
-# A LayerNorm works on one token at a time. So do dropout and the additions of the shortcut and of the bias. None of them needs the other tokens.
+# A LayerNorm works on one token at a time, as do dropout and the additions of shortcut and bias.
 # So outside the cut matrices, cut the *sequence*: a rank keeps $s/t$ tokens, with all $h$ numbers of each. Inside, as before, it has all tokens, with $1/t$ of the heads or columns.
 #
 # ![A block on four ranks, twice. Above, tensor parallelism: norms, dropouts and the stream are whole on every rank, attention and the feed-forward network are cut by heads and columns, and an all-reduce is where a cut part ends, in backward where it begins. Below, with sequence parallelism: outside the cut parts each rank has a quarter of the tokens; an all-gather is where a cut part begins, a reduce-scatter where it ends, and backward the other way round.](../figures/sequence_parallel_block.svg)
 #
-# Where a cut part begins, all tokens are needed: an **all-gather**.
-# Where it ends, each rank has a partial sum for every token, and needs the whole sum for its own tokens alone: a **reduce-scatter**.
+# Before a cut part, an **all-gather** collects all tokens.
+# After the part, each rank has a partial sum for every token, and needs the whole sum for its own tokens only: a **reduce-scatter**.
 # The backward of an all-gather is a reduce-scatter, and the other way round.
 #
 # An all-reduce *is* a reduce-scatter and an all-gather ([Collectives](collectives.md)).
-# Sequence parallelism takes it apart: dropout and LayerNorm are computed between the two, where a rank has $s/t$ tokens.
+# Sequence parallelism splits it: dropout and LayerNorm run between the two, where a rank has $s/t$ tokens.
 #
-# ## The plain version: two operators, and each other's backward
+# ## The plain version: two operators
 #
 # An *edge* is a place where a cut part begins or ends. Autograd does not see collectives, so the operator at each edge has to define its backward.
-# This is all of sequence parallelism. In the names, `B` is the batch, `S` all tokens, `s` this rank's tokens, and `H` the hidden size:
+# In the names, `B` is the batch, `S` all tokens, `s` this rank's tokens, and `H` the hidden size:
 
 # %%
 def gather_sequence(x_BsH):
@@ -215,9 +215,9 @@ class Leave(torch.autograd.Function):
 
 
 # %% [markdown]
-# Why does the gather's backward *add*? All ranks used each gathered token, each with its own columns. So each rank has a partial sum of the token's gradient.
+# The gather's backward *adds*, because every rank used each gathered token with its own columns, and so has a partial sum of the token's gradient.
 #
-# Now half a transformer block: LayerNorm, feed-forward network, shortcut.
+# The next cell computes half a transformer block: LayerNorm, feed-forward network, shortcut.
 # `up_HF` holds this rank's columns, `down_FH` its rows, as in tensor parallelism; `F` is the width of the feed-forward network. LayerNorm and shortcut are computed for this rank's tokens.
 
 # %%
@@ -228,7 +228,7 @@ def half_block(x_BsH, norm, up_HF, down_FH):
 
 
 def run_on_rank():
-    """Output and gradients: of its tokens, its columns, its rows, the norm."""
+    """Output, and gradients of this rank's tokens, columns, rows and the norm."""
     t, rank = dist.get_world_size(), dist.get_rank()
     x_BSH, norm, up_HF, down_FH = draw_inputs()
     x_BsH = x_BSH.chunk(t, 1)[rank].clone().requires_grad_()
@@ -241,7 +241,7 @@ def run_on_rank():
 
 
 def draw_inputs():
-    """Of the whole, the same on every rank, in float64."""
+    """Whole tensors, the same on every rank, in float64."""
     torch.manual_seed(0)
     shapes = (2, 16, 32), (32, 128), (128, 32)
     x_BSH, up_HF, down_FH = (torch.randn(s, dtype=torch.float64) for s in shapes)
@@ -249,11 +249,11 @@ def draw_inputs():
 
 
 # %% [markdown]
-# One line is neither tensor parallelism nor an edge: the all-reduce at the end.
-# The LayerNorm's weight is whole on every rank. A rank has computed with some of the tokens, so it has a partial sum of the weight's gradient.
+# The all-reduce at the end is new: it belongs neither to tensor parallelism nor to an edge.
+# The LayerNorm's weight is whole on every rank, but each rank used it for its own tokens only, and so has a partial sum of the weight's gradient.
 
 # %% tags=["hide-input"]
-# Holds the plain version against one process, on 2 and 4 ranks
+# Compares the plain version with one process, on 2 and 4 ranks
 x_BSH, norm, *matrices = draw_inputs()
 leaves = [x.requires_grad_() for x in (x_BSH, *matrices)]
 y_BSH = x_BSH + F.gelu(norm(x_BSH) @ matrices[0]) @ matrices[1]
@@ -276,11 +276,11 @@ show.table(rows, head, caption="Largest differences from one process, float64")
 # %% [markdown]
 # The plain version has three shortcomings.
 #
-# 1. It waits at every collective, with nothing else to do.
-# 2. It keeps the gathered tokens `x_BSH` until backward, where the gradient of `up_HF` needs them: a tensor that is not divided.
-# 3. gloo, which carries messages between CPU ranks, computes `reduce_scatter` as an all-reduce, of which each rank throws most away.
+# 1. It waits at every collective, without overlap.
+# 2. It keeps the gathered tokens `x_BSH`, an undivided tensor, until backward, where the gradient of `up_HF` needs them.
+# 3. gloo, the backend for CPU ranks, computes `reduce_scatter` as an all-reduce, and each rank discards most of the result.
 #
-# The next cell measures the third on the loopback interface, beside the module's reduce-scatter.
+# The next cell measures the third on the loopback interface, compared with the reduce-scatter of `shardlab.ranks`.
 
 # %%
 def count_sent(repeats=8):
@@ -316,17 +316,17 @@ show.check_timing(not WIRE[0] or WIRE[0] > 1.8 * least, "gloo's sends twice as m
 show.table(rows, ["way", "needed (MB)", "sent by a rank (MB)", "times as much"])
 
 # %% [markdown]
-# ## The module: started early, gathered again
+# ## The implementation: overlap and a second gather
 #
 # `tensor_parallel.parallelize` has an argument `edges`: the pair of operators where a cut part begins and ends.
-# In the last lesson the pair was "identity, all-reduce". The module's pair for sequence parallelism looks like the plain one:
+# For tensor parallelism alone the pair is "identity, all-reduce". The pair for sequence parallelism looks like the plain one:
 
 # %%
 show.source(sp.core._GatherSequence, sp.core._ReduceScatterSequence)
 
 # %% [markdown]
-# The difference is in what it calls. `_start_all_gather` and `_start_reduce_scatter` *start* a collective and return a function that waits for it. So `tensor_parallel` can multiply in backward while a message is under way.
-# And the reduce-scatter sends no more than it has to. On nccl it is nccl's. On gloo, part $j$ goes straight to rank $j$, which adds up what it receives, in the order of the ranks.
+# But it calls `_start_all_gather` and `_start_reduce_scatter`, which *start* a collective and return a function that waits for it. So `tensor_parallel` can multiply in backward while a message is under way.
+# The reduce-scatter sends only the necessary bytes. With nccl it is nccl's own. With gloo, part $j$ goes directly to rank $j$, which adds up the parts in rank order.
 
 # %%
 show.source(
@@ -335,25 +335,25 @@ show.source(
 
 # %% [markdown]
 # The object that you hand to `parallelize` has four methods: `enter_region` and `leave_region` are the operators above; `start_enter` and `start_enter_backward` start the two collectives of `enter_region`.
-# Its `keep_entered` mends the second shortcoming. With `keep_entered=False` the layers after `enter_region` keep this rank's tokens alone, and gather again in backward.
+# `keep_entered=False` avoids the second shortcoming: the layers after `enter_region` keep only this rank's tokens, and gather again in backward.
 
 # %%
 show.source(sp.SequenceShardedEdges)
 
 # %% [markdown]
-# What is left is the sum of the LayerNorms' gradients. Two biases are added *after* the reduce-scatter, those of `attention.out` and `ffn.down`. They, too, are added to this rank's tokens alone, so their gradients are summed as well.
-# All these gradients travel in one small message.
+# The LayerNorms' gradients still have to be summed. So do those of two biases that are added *after* the reduce-scatter, to this rank's tokens only: `attention.out` and `ffn.down`.
+# One small all-reduce sums all these gradients.
 
 # %%
 show.source(sp.find_partial_gradients, sp.sum_gradients)
 
 
 # %% [markdown]
-# Nothing changes in the model. A training step with it reads like this:
+# The model does not change. This is a training step:
 
 # %%
 def train_step(model, optimizer, tokens, targets, summed=True):
-    """Loss of a step; the model is cut, and its edges are along the sequence."""
+    """Loss of a step of a model that is cut with edges along the sequence."""
     value = tp.vocab_parallel_loss(model(tokens), targets, dist.group.WORLD)
     optimizer.zero_grad()
     value.backward()
@@ -368,12 +368,12 @@ def make_adamw(model, lr=1e-3):
 
 
 # %% [markdown]
-# ## The same model after five steps
+# ## Comparison with one process over five steps
 #
 # The next cell compares one process with the cut model on 1, 2 and 4 ranks: loss, all gradients, and all weights after five steps of AdamW. It computes in float64, so that rounding hides no error.
 
 # %% tags=["hide-input"]
-# Holds loss, gradients and weights against one process
+# Compares loss, gradients and weights with one process
 def compare_with_one_process():
     group, dtype = dist.group.WORLD, torch.float64
     alone = build_model(dtype=dtype)
@@ -422,12 +422,12 @@ head = ["ranks", "loss", "gradients", "weights after 5 steps"]
 show.table(rows, head, caption="Largest differences from one process, float64")
 
 # %% [markdown]
-# The differences are rounding: sums over ranks are made in another order than one process makes them.
+# The differences are rounding: sums over ranks have a different order than in one process.
 # [The tests](../tests/test_contract.py) do the same with SwiGLU, grouped keys and values, and untied heads.
 #
 # ## What it costs
 #
-# ### What a layer keeps
+# ### Activations of a layer
 #
 # The next cell measures a model of four layers and one of two with `measure_kept`. Half of the difference is one layer.
 # *By formula* is the paper's formula, changed for our layer: without dropout it keeps 2 less, and a CPU's attention keeps its output in two orders, 2 more inside the cut part.
@@ -476,27 +476,27 @@ show.table(
 
 
 # %% [markdown]
-# With the sequence cut, each of two ranks keeps half of one process's 34, and each of four a quarter. *Kept whole* is what the plain version does: the gathered tokens stay, two tensors of $2sbh$ bytes in each layer, however many ranks there are.
-# For the paper's layer, with its dropout, and on more ranks:
+# With the sequence cut, each of two ranks keeps half of one process's 34, and each of four a quarter. *Kept whole* is the plain version: it keeps the gathered tokens, two tensors of $2sbh$ bytes in each layer, for any number of ranks.
+# The picture shows the paper's layer, with dropout, on more ranks:
 #
 # ![Bytes of activations that one layer keeps, without scores, in units of sbh, for tensor degrees 1, 2, 4 and 8. Tensor parallelism alone: 34, 22, 16 and 13; of these 10 lie outside the cut matrices and stay. With sequence parallelism, which divides them as well: 34, 17, 8.5 and 4.25.](../figures/sequence_parallel_memory.svg)
 #
 # (sequence-bytes)=
-# ### What a step sends
+# ### Bytes sent in a step
 #
 # `````{admonition} Checked: "sequence parallelism buys memory with communication"
 # :class: checked
 #
 # An all-reduce of $S$ bytes sends $2\frac{t-1}{t}S$ from each rank, an all-gather and a reduce-scatter $\frac{t-1}{t}S$ each.
 # Four all-reduces per block become four all-gathers and four reduce-scatters: the same bytes, rows 1 and 3 of the table below.
-# More is sent only if you choose to gather once more in backward instead of keeping, row 2: two collectives per block on top of eight, a quarter more bytes.
+# Only if you gather again in backward instead of keeping the tokens (row 2), two more collectives per block send a quarter more bytes.
 # `````
 #
 # The next cell counts what a rank sends at the edges in one step, by collective.
 
 # %%
 def count_sent_bytes(edges):
-    """Of a step without the loss's messages: calls and bytes handed over, by kind."""
+    """Calls and bytes of each collective in a step, without the loss's messages."""
     model = tp.parallelize(build_model(SHAPE), dist.group.WORLD, edges=edges)
     tokens, _ = make_batch(seq=SHAPE.seq)
     with count.record_traffic() as sent:
@@ -538,29 +538,29 @@ show.table(rows, [*head, "counted (B)"], caption="A rank of four, one step")
 
 
 # %% [markdown]
-# Gathering again is what Megatron does. Those bytes need not cost time: the gather is under way while the gradient of the input is computed.
-# The sum of the LayerNorms' gradients comes on top: a few vectors of $h$ numbers per layer, whatever the number of tokens.
+# Megatron gathers again. These bytes need not cost time, because the gather overlaps with the computation of the input's gradient.
+# In addition, the LayerNorms' gradients are summed: a few vectors of $h$ numbers per layer, for any number of tokens.
 #
-# ## Five questions that come up
+# ## Questions and answers: ZeRO, pipelines, dropout, names
 #
 # **Why gather tokens at all?**
-# A rank has some columns of a matrix, and every token has to be multiplied with every column. Either you gather the tokens, as here, or you gather the *weights* and leave the tokens cut. That is [ZeRO](zero.md) in its third stage. It sends less where a batch has so many tokens that the matrices are small beside them.
+# A rank has some columns of a matrix, and every token has to be multiplied with every column. So you gather either the tokens, as here, or the *weights*, as stage 3 of [ZeRO](zero.md) does. ZeRO sends less if a batch has so many tokens that their activations are larger than the matrices.
 #
 # **What happens at both ends of the model?**
-# The embedding is cut by the vocabulary, so each rank has a partial sum for every token. A reduce-scatter follows it, as it follows any part that ends in a matrix cut by rows.
-# Before the output layer is an all-gather. A rank's logits are those of all tokens for a part of the vocabulary. The loss is computed as in [Tensor parallelism](tensor_parallel.md): the same number on every rank, with nothing left to average.
+# The embedding is cut by the vocabulary, so each rank has a partial sum for every token, and a reduce-scatter follows.
+# An all-gather precedes the output layer. A rank computes the logits of all tokens for a part of the vocabulary. The loss is computed as in [Tensor parallelism](tensor_parallel.md): it is equal on every rank, and is not averaged.
 # So with $L$ layers a step has $2L + 1$ all-gathers forward and as many reduce-scatters, and the same backward: 9 of each for four layers.
 #
-# **And with a pipeline?**
-# What one stage sends to the next is the residual stream, which is now cut. Each rank sends its own tokens to the rank in the same place of the next stage: $1/t$ of the bytes, and neither side gathers.
+# **What changes with a pipeline?**
+# Stages send the residual stream, which is now cut. Each rank sends its own tokens to the corresponding rank of the next stage: $1/t$ of the bytes, without a gather.
 #
 # **Does dropout use the same mask on every rank?**
-# It must not. Outside the cut parts ranks have different tokens, and inside different heads, so they need different masks. If all draw from one seed, they drop the same places of different tokens: nothing fails, but the masks are not independent.
-# Megatron keeps a second state of the random generator for this. [Ours](../code/shardlab/tensor_parallel/dropout.py) seeds the generator by rank for the time of the layer, and puts it back. So compare with one process at dropout 0.
+# It must not. Ranks have different tokens outside the cut parts, and different heads inside, so they need different masks. With one seed for all, they drop the same positions of different tokens: no error is raised, but the masks are not independent.
+# Megatron keeps a second random generator state for this. [Our dropout](../code/shardlab/tensor_parallel/dropout.py) seeds the generator by rank for the layer, and restores it. So compare with one process at dropout 0.
 #
 # **Which sequence parallelism is meant?**
-# Three things go by the name. Megatron's option `--sequence-parallel` and PyTorch's `SequenceParallel` are this lesson's.
-# DeepSpeed's is an all-to-all inside attention, and Megatron's `--context-parallel-size` is a ring: both are in [Context parallelism](context_parallel.md).
+# Three methods have this name. Megatron's option `--sequence-parallel` and PyTorch's `SequenceParallel` are the method of this lesson.
+# DeepSpeed's sequence parallelism is an all-to-all inside attention, and Megatron's `--context-parallel-size` is a ring: see [Context parallelism](context_parallel.md).
 #
 # ## PyTorch's own: DTensor
 #
@@ -664,9 +664,9 @@ show.table(rows, head, caption=f"A step on 4 ranks, {SHAPE.layers} layers")
 
 
 # %% [markdown]
-# The edges are the same 18 collectives forward and 18 backward. The rest are those of the loss, the sum of the LayerNorms' gradients, and what is gathered again. PyTorch differs in two ways (torch 2.13).
-# It keeps what it has gathered.
-# And it has no `sum_gradients`: the gradient of a LayerNorm's weight is a `DTensor` with the placement `Partial`, a partial sum. Every operation that reads it does the all-reduce anew.
+# The edges have the same 18 collectives forward and 18 backward. The others are for the loss, the LayerNorms' gradients, and the second gather. PyTorch differs in two ways (torch 2.13).
+# It keeps the gathered tokens.
+# And it has no `sum_gradients`: the gradient of a LayerNorm's weight is a `DTensor` with the placement `Partial`, a partial sum. Every operation that reads this gradient repeats the all-reduce.
 # AdamW reads a gradient three times: 54 all-reduces for 18 small parameters, in every step, unless you call `gradient.redistribute(placements=[Replicate()])` on them after backward.
 #
 # ## What goes wrong
@@ -705,9 +705,9 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# The first loss is right and the curve looks right. But there is no longer *one* model: weights that should be equal on all ranks are not. `tensor_parallel.full_state_dict` saves those of one rank.
-# So check it first when a run resumes from a checkpoint with another loss than it stopped with.
-# Compare such parameters over the ranks now and then, as this cell does with two small all-reduces: they should be equal to the bit.
+# The first loss is right and the curve looks right. But weights that should be equal on all ranks are not, and `tensor_parallel.full_state_dict` saves those of one rank.
+# So if a resumed run has another loss than before the checkpoint, first check for this mistake.
+# Compare such parameters over the ranks regularly, as this cell does with two small all-reduces: they should be bitwise equal.
 # [Tensor types](tensor_types.md#through-backward-and-the-step) shows a checker that names the faulty line before the first step is run.
 #
 # ### Tokens that the ranks cannot share
@@ -737,20 +737,20 @@ print(ranks.run(find_refusal, 4)[0])
 # | **against** | it needs what tensor parallelism needs: a fast wire, and no more ranks than heads |
 # | **against** | LayerNorms' gradients need a sum that is easy to forget |
 #
-# It divides activations and nothing else: what a rank holds of weights and optimizer states is as with tensor parallelism alone.
+# Sequence parallelism divides only activations: weights and optimizer states are as with tensor parallelism alone.
 # And it reaches as far as tensor parallelism does, over the GPUs that fast wires connect: eight in most machines. For a longer context, [Context parallelism](context_parallel.md) cuts the tokens inside attention as well. The two multiply: with $t = 8$ in a machine and context parallelism over 16 machines, a rank has $s/128$ tokens outside the cut matrices.
 #
-# In a real job, these show that it is set up right: the first loss and the first gradient norm equal those of one process on the same tokens; activations fall with $1/t$; LayerNorms have the same bits on all ranks.
+# In a real job, three signs show a correct setup: the first loss and gradient norm equal those of one process on the same tokens; activations fall with $1/t$; LayerNorms are bitwise equal on all ranks.
 #
 # ```{admonition} On more GPUs
 # :class: note
 #
-# That results equal one process's, and how many bytes are sent, is checked here. How much of the gather in backward overlaps with the matrix products depends on NVLink and on the block's size, and takes GPUs to measure.
+# This page checks results and bytes. How much of the gather in backward overlaps with the matrix products depends on NVLink and on the block's size, and can be measured only on GPUs.
 # ```
 #
 # ## Exercises
 #
-# Each exercise has a check; where ranks are needed, it runs your answer on real ones.
+# Each exercise has a check, which runs your answer on real ranks where it needs them.
 #
 # ```{exercise-start} Bytes of a layer (easy)
 # :label: ex-sequence-bytes
@@ -772,7 +772,7 @@ check(answer, "sequence_bytes")
 # :class: dropdown
 # ```
 #
-# All 34 bytes are divided by 8, the 10 among them.
+# All 34 bytes are divided by 8, including the 10.
 
 # %%
 answer = 2048 * 12_288 * 34 / 8
@@ -808,7 +808,7 @@ check(my_summands)
 # :class: dropdown
 # ```
 #
-# Those of LayerNorms, and of biases that are added after the reduce-scatter. The bias of a column is cut with it, and is added to all tokens.
+# They are the LayerNorms' parameters, and the biases that are added after the reduce-scatter. A column-parallel layer's bias is cut with its columns, and is added to all tokens.
 
 # %%
 def my_summands(names):
@@ -827,9 +827,9 @@ check(my_summands)
 # :label: ex-sequence-column
 # ```
 #
-# The plain version keeps the gathered tokens. Write entry and column product as one operator that does not: `x_BsH` are this rank's tokens, `w_HF` its columns; return [B, S, F], all tokens times these columns.
+# The plain version keeps the gathered tokens. Write gather and column product as one operator that does not keep them: `x_BsH` are this rank's tokens, `w_HF` its columns; return [B, S, F], all tokens times these columns.
 # Both inputs get their gradients, and no tensor of shape [B, S, H] is kept between forward and backward.
-# (`torch.autograd.Function`; plain collectives will do, also ones that move more than they must.)
+# (Use `torch.autograd.Function` and plain collectives; they may send more bytes than necessary.)
 
 # %%
 def my_column(x_BsH, w_HF, group):
@@ -889,12 +889,12 @@ check(my_column)
 #
 # - Tensor parallelism leaves LayerNorms, dropout and the cut matrices' inputs whole: a layer keeps $sbh(10 + 24/t)$ bytes. With the sequence cut as well, it keeps $34sbh/t$.
 # - A part with cut matrices begins with an all-gather and ends with a reduce-scatter; each is the other's backward.
-# - Together the two are one all-reduce in two halves: they send the same bytes.
+# - The two together are the halves of an all-reduce, and send the same bytes.
 # - Keeping the gathered tokens takes $4sbh$ bytes a layer; gathering them again sends a quarter more.
 # - LayerNorms, and biases added after the reduce-scatter, are applied to some of the tokens: their gradients are summed over the ranks.
 #
 # ## Further reading
 #
 # - {cite:t}`korthikanti2022recomputation`: sequence parallelism and selective recomputation; section 4 counts every byte of a layer.
-# - {cite:t}`shoeybi2019megatron`: the tensor parallelism whose edges these are.
-# - {cite:t}`dubey2024llama3`: section 3.3 has the whole in use, with 8 tensor-parallel ranks.
+# - {cite:t}`shoeybi2019megatron`: tensor parallelism.
+# - {cite:t}`dubey2024llama3`: section 3.3 uses it with 8 tensor-parallel ranks.

@@ -14,14 +14,14 @@
 # ---
 
 # %% [markdown]
-# # Context parallelism: attention over a sequence that no rank holds
+# # Context parallelism: ring attention and all-to-all
 #
 # After this lesson you can
 #
-# - compute attention over a sequence that no rank holds whole, with a ring or with an all-to-all, and prove that it equals one process's attention, gradients included;
-# - say why a causal mask leaves ranks of a ring idle, and which division of the sequence keeps all of them busy;
-# - predict bytes sent, work and memory for both methods, and how many tokens fit;
-# - find wrong positions and wrong messages in the first step, before a long run is lost to them.
+# - compute attention over a sequence that no rank holds whole, with a ring or an all-to-all, and show that output and gradients equal one process's;
+# - explain why a causal mask leaves ranks of a ring idle, and which division of the sequence keeps all ranks busy;
+# - predict the bytes sent, the work, the memory and the longest context for both methods;
+# - find wrong positions and wrong messages in the first step of a run.
 #
 # [Sequence parallelism](sequence_parallel.md) also cuts the tokens, but between tensor-parallel ranks, and not in attention.
 
@@ -85,12 +85,12 @@ def draw_qkv(layout, seq, heads=8, kv_heads=2, size=32, dtype=torch.float64):
 
 # %% [markdown]
 # Llama 3 was trained on contexts of 131,072 tokens.
-# A step on one such sequence keeps 99 GB of activations on each of eight ranks, although tensor and sequence parallelism divide what they can.
-# A GPU of 80 GB does not hold that.
-# More tensor-parallel ranks are no way out: each needs attention heads of its own, and the fast links inside a machine.
+# A step on one such sequence keeps 99 GB of activations on each of eight ranks, even with tensor and sequence parallelism.
+# That does not fit on a GPU of 80 GB.
+# More tensor-parallel ranks do not help: each needs its own attention heads, and the fast links inside a machine.
 
 # %% tags=["hide-input"]
-# Prints what a step on Llama's longest context keeps on each of eight ranks
+# Prints the activations of a step on Llama's longest context, on each of eight ranks
 eight = Layout(tp=8, sequence_parallel=True)
 of = memory.estimate_activations(LLAMA, eight, seq=131_072, device="gpu")
 print(f"Llama 3 8B, 131,072 tokens, on each of 8 ranks: {of.kept_bytes / 1e9:.1f} GB")
@@ -100,16 +100,16 @@ assert of.kept_bytes > 80e9
 # %% [markdown]
 # So the sequence itself is cut into pieces, one for each rank, and stays cut from the embedding to the loss. This is *context parallelism*.
 #
-# ## One operation needs other tokens
+# ## Only attention needs other tokens
 #
-# A sequence has $s$ tokens. Each of $N$ ranks has $s/N$ of them all the way through the model, and all of the weights.
+# A sequence has $s$ tokens. Each of $N$ ranks has $s/N$ of these tokens in all layers, and all weights.
 # Embedding, LayerNorms, matrices and the loss compute each token by itself. One operation needs other ranks' tokens: attention, where the query of a token is multiplied with the keys of other tokens, and their values are added up.
 #
-# There are two ways. A *ring* brings the keys and values to the queries, those of one rank at a time. An *all-to-all* exchanges the cut by tokens for a cut by heads, and after attention exchanges it back.
+# There are two methods. A *ring* sends the keys and values of one rank at a time to the other ranks' queries. An *all-to-all* changes the cut by tokens into a cut by heads, and a second one reverses this after attention.
 #
 # ## A ring of keys and values
 #
-# Queries stay on their ranks. Keys and values move on: in each turn a rank computes attention of its queries to the keys that it has at the moment, and sends these and their values to the next rank, the last rank to rank 0 {cite}`liu2023ring`. After $N$ turns each rank has had all keys.
+# Queries stay on their ranks, and keys and values move. In each turn a rank computes attention of its queries to its current keys, and sends these keys and values to the next rank, the last rank to rank 0 {cite}`liu2023ring`. After $N$ turns each rank has had all keys.
 #
 # ![Ring attention on four ranks, in four turns. Each rank keeps its queries. Keys and values start at their owners; after each turn every rank hands those that it has to the next one, the last rank to the first, so that after four turns each rank has met all four pieces.](../figures/context_parallel_ring.svg)
 #
@@ -122,11 +122,11 @@ assert of.kept_bytes > 80e9
 #
 # ![Four scores of one query, in two blocks. Block 0 has exponentials 2 and 1, sum 3, output 7; block 1 has 0.5 and 0.5, sum 1, output 6. Merged, the outputs weigh as much as the sums, 3/4 and 1/4, which gives 6.75, as all four scores do at once.](../figures/context_parallel_merge.svg)
 #
-# The exponents are differences, and never above zero. So nothing overflows, however large the scores are.
+# The exponents are differences, and never positive, so large scores do not overflow.
 #
 # ### The plain version
 #
-# This is forward of ring attention, without a mask. In shapes $B$ is the batch, $A$ the heads, $s$ the tokens of one rank:
+# This is the forward of ring attention without a mask. In shapes $B$ is the batch, $A$ the heads, $s$ the tokens of one rank:
 
 # %%
 def attend(q, k, v):
@@ -136,7 +136,7 @@ def attend(q, k, v):
 
 
 def send_to_next(kv):
-    """Hand a piece to the next rank, and get that of the rank before."""
+    """Send a piece to the next rank; return the previous rank's piece."""
     N, rank, coming = dist.get_world_size(), dist.get_rank(), torch.empty_like(kv)
     if rank % 2 == 0:  # even ranks send first, odd ones receive first
         dist.send(kv, (rank + 1) % N)
@@ -159,7 +159,7 @@ def attend_in_ring(q, k, v):
 
 
 # %% tags=["hide-input"]
-# Holds the plain ring against one process, on 2, 3 and 4 ranks
+# Compares the plain ring with one process, on 2, 3 and 4 ranks
 def compare_ring():
     mine = [x.detach() for x in draw_qkv("contiguous", 48, 4, 4)]
     full = [cp.gather_seq(x, dist.group.WORLD, "contiguous", dim=2) for x in mine]
@@ -179,16 +179,16 @@ print(
 
 # %% [markdown]
 # Even ranks send first, and odd ones receive first: if all sent first, none would receive, and the ring would hang ([below](#all-send-first) it does).
-# [Collectives](collectives.md#deadlock-in-a-ring-who-sends-first) has the reason, and the other remedy, which the module takes: one batch of both messages, `ranks.exchange`.
+# [Collectives](collectives.md#deadlock-in-a-ring-who-sends-first) explains why, and has another solution, which `shardlab.context_parallel` uses: one batch of both messages, `ranks.exchange`.
 #
 # ### What the plain version leaves out
 #
-# - *Backward.* Autograd does not see messages, so no gradient gets back to the rank that the keys came from. That takes a second ring.
-# - *Memory.* `attend` makes all scores of a block, $[B, A, s, s]$, which fused kernels never hold.
+# - *Backward.* Autograd does not see messages, so the gradient does not return to the rank that sent the keys. This needs a second ring.
+# - *Memory.* `attend` stores all scores of a block, $[B, A, s, s]$; fused kernels never do.
 # - *Overlap.* Nothing is sent while a rank computes, and a rank computes nothing while it waits ([measured below](#context-seconds)).
 # - *The causal mask*, under which ranks have unequal work ([measured below](#context-work)).
 #
-# The package's `ring_attention` has all four. Here are the first two in numbers, on four ranks, for the plain ring and for the package's.
+# `context_parallel.ring_attention` has all four. The table shows the first two on four ranks.
 
 # %% tags=["hide-input"]
 # Table: bytes held and the keys' gradient, plain and the module
@@ -233,7 +233,7 @@ head = ["ring", "most held in forward (MB)", "gradient of the keys off by (%)"]
 show.table(rows, head, caption="2048 tokens on 4 ranks, 4 heads of 16, float64")
 
 # %% [markdown]
-# ### The module's ring, forward and backward
+# ### Ring attention with a backward
 #
 # Two blocks are merged by the same formula; the second weight, $e^{\ell_2 - \ell}$, is written as the sigmoid of $\ell_2 - \ell_1$, which it equals:
 
@@ -249,57 +249,57 @@ show.source(cp.ring_attention, cp.core._RingAttention.forward)
 
 # %% [markdown]
 # Backward sends keys and values round the ring again, and recomputes each block's probabilities from $\ell$, as fused kernels do.
-# Beside each rank's keys and values it sends their gradient, to which every rank adds its part. The last message brings the gradient to the rank that the keys are from.
+# With each rank's keys and values it also sends their gradient, to which every rank adds its part. The last message returns the gradient to the keys' own rank.
 
 # %%
 show.source(cp.core._RingAttention.backward)
 
 # %% [markdown]
-# One pass is a batch of two messages, one sent and one received, with a buffer for what comes:
+# Each transfer is a batch of two messages, one sent and one received into a buffer:
 
 # %%
 show.source(cp.core._RingTransfer)
 
 # %% [markdown]
 # (context-work)=
-# ## Who works, under a causal mask
+# ## Load balance under a causal mask: zig-zag
 #
-# In a language model a token attends to those before it and to itself: about half of the scores are not needed. How many of a rank's are not depends on where its tokens are.
+# In a language model a token attends only to earlier tokens and to itself, so about half of the scores are not needed. For one rank, this fraction depends on the positions of its tokens.
 #
 # ![The causal mask over eight pieces of a sequence, whose queries belong to four ranks, in two layouts. Contiguous, rank 0 has pieces 0 and 1 and rank 3 pieces 6 and 7: of the work they do 1, 3, 5 and 7 sixteenths. Zig-zag, rank r has pieces r and 7 - r: each does 4.](../figures/context_parallel_zigzag.svg)
 #
-# If each rank has one contiguous piece, rank 0 is done after turn 0, and the last rank has work in every turn.
+# If each rank has one contiguous piece, rank 0 has work only in turn 0, and the last rank in every turn.
 # So cut the sequence into $2N$ pieces, and give rank $r$ an early and a late one, pieces $r$ and $2N-1-r$: the *zig-zag*. (Striped attention gives each rank every $N$-th token, for the same reason {cite}`brandon2023striped`.)
 #
 # :::{step-through} A causal ring in a zig-zag, on four ranks
 # 1. ![Before the first turn. A square of eight rows, the pieces' queries, and eight columns, their keys; only what is on and below its diagonal is needed. Of the pieces rank 0 has 0 and 7; rank 1 has 1 and 6; rank 2 has 2 and 5; rank 3 has 3 and 4.](../figures/steps/context_parallel_1.svg)
 #
 #    Eight pieces: rank 0 has queries and keys of pieces 0 and 7, rank 1 of 1 and 6, and so on.
-#    What has to be computed lies on the diagonal and below it.
+#    The scores on the diagonal and below it have to be computed.
 #
 # 2. ![Turn 0. Queries to keys: rank 0 has keys 0 and 7: 0 to 0 (half), 7 to 0, 7 to 7 (half); rank 1 has keys 1 and 6: 1 to 1 (half), 6 to 1, 6 to 6 (half); rank 2 has keys 2 and 5: 2 to 2 (half), 5 to 2, 5 to 5 (half); rank 3 has keys 3 and 4: 3 to 3 (half), 4 to 3, 4 to 4 (half). Two squares of work for each rank.](../figures/steps/context_parallel_2.svg)
 #
-#    In turn 0 every rank has its own keys. On the diagonal half a square is needed, twice; with the whole one that makes two squares of work for each rank.
+#    In turn 0 every rank has its own keys. It computes two half squares on the diagonal and one whole square: two squares of work.
 #
 # 3. ![Turn 1. Queries to keys: rank 0 has keys 3 and 4: 7 to 3, 7 to 4; rank 1 has keys 0 and 7: 1 to 0, 6 to 0; rank 2 has keys 1 and 6: 2 to 1, 5 to 1; rank 3 has keys 2 and 5: 3 to 2, 4 to 2. Two squares of work for each rank.](../figures/steps/context_parallel_3.svg)
 #
-#    The keys have moved on by a rank. Rank 0 has those of pieces 3 and 4: its late queries come after both, its early ones after neither.
-#    Rank 1 has 0 and 7: both of its pieces come after 0, none after 7. Two squares again.
+#    The keys have moved by one rank. Rank 0 has keys of pieces 3 and 4: its late queries come after both, its early queries before both.
+#    Rank 1 has keys of pieces 0 and 7: both of its pieces come after 0, and before 7. Each rank again computes two squares.
 #
 # 4. ![Turn 2. Queries to keys: rank 0 has keys 2 and 5: 7 to 2, 7 to 5; rank 1 has keys 3 and 4: 6 to 3, 6 to 4; rank 2 has keys 0 and 7: 2 to 0, 5 to 0; rank 3 has keys 1 and 6: 3 to 1, 4 to 1. Two squares of work for each rank.](../figures/steps/context_parallel_4.svg)
 #
-#    Two squares in every turn: one piece of queries with both of keys, or both of queries with one of keys.
+#    Every turn has two squares of work for each rank: one piece of queries with two of keys, or two of queries with one of keys.
 #
 # 5. ![Turn 3. Queries to keys: rank 0 has keys 1 and 6: 7 to 1, 7 to 6; rank 1 has keys 2 and 5: 6 to 2, 6 to 5; rank 2 has keys 3 and 4: 5 to 3, 5 to 4; rank 3 has keys 0 and 7: 3 to 0, 4 to 0. Two squares of work for each rank.](../figures/steps/context_parallel_5.svg)
 #
-#    In the last turn every rank meets the keys that it has not met yet.
+#    In the last turn every rank gets the last keys that it has not had yet.
 #
 # 6. ![After four turns. All squares below the diagonal and the halves on it are computed, eight squares of work by each rank: those in the rows of its two pieces.](../figures/steps/context_parallel_6.svg)
 #
-#    Each rank has computed the rows of its two pieces, 8 squares of 32. In no turn did one have to wait for another.
+#    Each rank has computed the rows of its two pieces, 8 of 32 squares. In no turn did a rank wait for another.
 # :::
 #
-# So in every turn a rank computes half of the scores of its queries and those keys, whichever rank these are from:
+# So in every turn a rank computes half of the scores between its queries and the current keys:
 
 # %%
 show.source(cp.Block, cp.list_blocks)
@@ -310,7 +310,7 @@ show.source(cp.Block, cp.list_blocks)
 
 # %%
 def time_layouts(seq):
-    """By layout: pairs of query and key in a head of this rank, and seconds."""
+    """Pairs of query and key in a head of this rank, and seconds, for each layout."""
     found = {}
     for layout in cp.LAYOUTS:
         for _ in range(2):  # the first one warms up
@@ -357,25 +357,25 @@ show.table(rows, head, caption=f"{seq} tokens, causal, forward")
 # `````{admonition} Checked: "the causal mask halves the time of ring attention"
 # :class: checked
 #
-# It halves the work of all ranks together. But the step takes as long as its slowest rank.
-# With contiguous pieces the last rank has $\frac{2N-1}{N^2}$ of the pairs that the mask leaves: 44 % on four ranks (row 4), where equal work would be 25 %. That is 22 % of all pairs. Without a mask each rank has 25 % of them, so the mask saves an eighth of the time, not a half.
-# With the zig-zag it saves half, on any number of ranks, and in every turn.
+# The mask halves the total work of all ranks, but a step takes as long as its slowest rank.
+# With contiguous pieces the last rank has $\frac{2N-1}{N^2}$ of the pairs that the mask leaves: 44 % on four ranks (row 4), instead of 25 %. These are 22 % of all pairs. Without a mask each rank has 25 % of all pairs, so the mask saves an eighth of the time, not a half.
+# With the zig-zag the mask saves half of the time, on any number of ranks, and in every turn.
 # `````
 #
 # ![A causal ring in time, on four ranks. Contiguous, rank 0 has only its own keys to work on, rank 3 all four blocks, and the others wait for it. Zig-zag, each rank has half a block to compute in every turn: all end together, after four sevenths of the time.](../figures/context_parallel_idle.svg)
 #
-# ## Tokens for heads: the all-to-all
+# ## The all-to-all (Ulysses): from tokens to heads
 #
-# The other way is an all-to-all before attention. After it a rank has *all* tokens of $a/N$ heads instead of $s/N$ tokens of all $a$ heads. One head's attention needs no other head, so what follows is plain attention, with any kernel and any mask.
-# A second all-to-all brings the outputs back to the ranks of their tokens. This is *Ulysses*, by the name of its paper {cite}`jacobs2023ulysses`.
+# The other method is an all-to-all before attention. It gives a rank *all* tokens of $a/N$ heads instead of $s/N$ tokens of all $a$ heads. A head's attention needs no other head, so each rank computes plain attention, with any kernel and any mask.
+# A second all-to-all returns the outputs to the ranks of their tokens. This method is called *Ulysses* {cite}`jacobs2023ulysses`.
 #
 # ![Four pieces of a sequence and four heads on four ranks. Before, each rank has one piece with all heads. An all-to-all gives each rank one head with all pieces, and its attention sees the whole sequence. A second all-to-all goes back.](../figures/context_parallel_ulysses.svg)
 #
-# One function does both exchanges. It cuts a tensor along one dimension, sends a part to each rank, and joins what comes along another dimension.
+# One function does both exchanges. It cuts a tensor along one dimension, sends a part to each rank, and joins the received parts along another dimension.
 
 # %%
 def swap(x, deal, collect):
-    """Part j along `deal` goes to rank j; what comes is joined along `collect`."""
+    """Send part j along `deal` to rank j; join the received parts along `collect`."""
     parts = torch.stack(x.chunk(dist.get_world_size(), dim=deal))
     coming = torch.empty_like(parts)
     dist.all_to_all_single(coming, parts)
@@ -389,7 +389,7 @@ def all_to_all(q, k, v):
 
 
 # %% tags=["hide-input"]
-# Holds the plain all-to-all against one process, and counts its messages
+# Compares the plain all-to-all with one process, and counts its messages
 def compare_swap():
     N, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     mine = [x.detach() for x in draw_qkv("contiguous", 48, 4, 4)]
@@ -414,7 +414,7 @@ for N in (2, 4):
 # %% [markdown]
 # Every rank has equal work without a zig-zag. But there must be at least one head for each rank.
 #
-# ### The module's exchanges, with a backward
+# ### All-to-all with a backward
 #
 # The package's version has a backward: the same exchanges in the opposite direction. It sends queries, keys and values in one all-to-all instead of three.
 # It also takes tokens in a zig-zag, and fewer heads of keys than ranks: then each of these heads goes to several ranks.
@@ -431,14 +431,14 @@ show.source(cp.tokens_to_heads, cp.heads_to_tokens, cp.ulysses._AllToAll)
 # %% [markdown]
 # ## The whole model
 #
-# `cp.distribute_model` changes the plain GPT without an edit of its class: each attention calls one of the two functions, and its rotary embedding takes the tokens' positions in the *whole* sequence.
+# `cp.distribute_model` changes the plain GPT in place: each attention calls one of the two functions, and its rotary embedding uses the tokens' positions in the *whole* sequence.
 
 # %%
 show.source(cp.distribute_model, cp.core._forward_sharded)
 
 
 # %% [markdown]
-# Each rank has all weights, and gradients from its own tokens. So gradients are averaged after backward, as in data parallelism. LayerNorms, matrices and the loss need no change.
+# Each rank has all weights, and gradients from its own tokens, so gradients are averaged after backward, as in data parallelism. LayerNorms, matrices and the loss do not change.
 # This is a training step:
 
 # %%
@@ -462,7 +462,7 @@ def make_adamw(model, lr=1e-3):
 # Both attentions have to equal that of one process: the output, and the gradients of queries, keys and values, with a causal mask and without, with 8 heads of queries and 2 of keys. Then five steps of AdamW have to give the same weights.
 
 # %% tags=["hide-input"]
-# Holds attention with its gradients, and five steps, against one process
+# Compares attention with its gradients, and five steps, with one process
 WAYS = {
     ("ring", "contiguous"): cp.ring_attention,
     ("ring", "zigzag"): cp.ring_attention,
@@ -605,7 +605,7 @@ show.table(
 # So operations per byte grow with the tokens on a rank, $\frac{s}{N}$. With enough of them each message is over before the computation is, and costs no time. Therefore the ranks of a ring may be in different machines.
 #
 # The next cell connects two ranks by an emulated link of 100 Mbit/s.
-# The computation of a turn takes $c$ seconds and a message $w$, so a forward without a mask takes $c + \max(c, w)$. One after the other, as in the plain version, it takes $c + w + c$.
+# The computation of a turn takes $c$ seconds and a message $w$, so a forward without a mask takes $c + \max(c, w)$. Without overlap, as in the plain version, it takes $c + w + c$.
 
 # %% tags=["measured"]
 BANDWIDTH = 12.5e6  # bytes per second
@@ -621,7 +621,7 @@ def run_in_turn(q, k, v, group):
 
 
 def time_forwards(times):
-    """By tokens on a rank: seconds without the link; over it, plain and overlapped."""
+    """Seconds without the link, and over it plain and overlapped, by tokens on a rank."""
     fast, slow = dist.group.WORLD, link.create_slow_group(0, BANDWIDTH)
     overlapped = partial(cp.ring_attention, causal=False, layout="contiguous")
     ways = (overlapped, fast), (run_in_turn, slow), (overlapped, slow)
@@ -672,7 +672,7 @@ show.table(rows, [*head, "measured (ms)", "difference (%)", "slower by"])
 
 
 # %% [markdown]
-# With few tokens on a rank nearly all of the time goes to the message. With 24 times as many tokens there are 24 times the bytes and 576 times the operations, and the message ends before they do.
+# With few tokens on a rank, the message takes nearly all of the time. With 24 times as many tokens there are 24 times the bytes and 576 times the operations, so the message ends before the computation.
 #
 # ### Memory
 #
@@ -700,7 +700,7 @@ def measure_attention(attention, contexts):
 
 
 # %% tags=["hide-input", "measured"]
-# Draws bytes over the context, predicted and measured, and holds them together
+# Draws bytes over the context, predicted and measured, and compares them
 def attend_alone(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -761,8 +761,8 @@ show.figure(
 )
 
 # %% [markdown]
-# Lines are predicted ([predict.py](../code/shardlab/context_parallel/predict.py)), dots measured. What is kept agrees to the byte. It is a quarter of one process's, and every layer keeps as much.
-# The most that is held in backward is more than a quarter, since messages that are sent and received add to it, but for one layer at a time only. Both grow in proportion to the context.
+# Lines are predicted ([predict.py](../code/shardlab/context_parallel/predict.py)), dots measured. The kept bytes agree exactly: a quarter of one process's, in every layer.
+# The peak in backward is more than a quarter, because it includes message buffers, but for one layer at a time only. Both grow in proportion to the context.
 #
 # `````{admonition} Checked: "with N times the ranks, N times the context for the same time"
 # :class: checked
@@ -777,9 +777,9 @@ print({N: round(on_a_rank / pairs[1], 2) for N, on_a_rank in pairs.items()})
 
 # %% [markdown]
 # (context-fit)=
-# ### How many tokens fit
+# ### The longest context that fits
 #
-# `memory` predicts a rank's bytes for a length of the context: states (weights, gradients, optimizer), activations, what the ring holds, the loss. `cp.find_max_context` searches for the longest context that fits into 80 GB.
+# `memory` predicts a rank's bytes for a context length: states (weights, gradients, optimizer), activations, the ring's buffers, the loss. `cp.find_max_context` searches for the longest context that fits into 80 GB.
 # This is Llama 3 8B with 8 tensor-parallel ranks in each machine, and 1 to 64 machines that cut the context. In a `Layout`, `tp` is the number of tensor-parallel ranks and `cp` that of ranks along the context.
 #
 # ![Tokens of context that fit into 80 GB on each rank, for Llama 3 8B with tensor degree 8, over 1 to 64 context ranks. All lines double with the ranks. With sequence parallelism about twice as many tokens fit, with full recomputation four times, with both thirteen times.](../figures/context_parallel_fit.svg)
@@ -792,7 +792,7 @@ fits = {
 print(fits)
 
 # %% tags=["hide-input"]
-# Holds the sentences below against the memory model
+# Compares the sentences below with the memory model
 again = Layout(tp=8, sequence_parallel=True, recompute="full")
 assert fits[1] < 131_072 < fits[2]
 assert fits[1] > 2 * cp.find_max_context(LLAMA, 80e9, Layout(tp=8))
@@ -801,15 +801,15 @@ assert cp.find_max_context(LLAMA, 80e9, again) > 5 * fits[1]
 
 
 # %% [markdown]
-# Every doubling of ranks doubles the context: two machines hold Llama's 131,072 tokens, where one did not.
-# Sequence parallelism more than doubles what fits, and sends hardly more bytes. Recomputation makes it over five times as much again, for a third more arithmetic ([Memory](memory.md)). What is largest then are the logits after the last layer: a rank's tokens times its part of the vocabulary, in float32.
+# Every doubling of ranks doubles the context: Llama's 131,072 tokens fit on two machines, but not on one.
+# Sequence parallelism more than doubles the context, and sends hardly more bytes. Recomputation multiplies it by more than five again, for a third more arithmetic ([Memory](memory.md)). Then the logits are the largest tensor: a rank's tokens times its part of the vocabulary, in float32.
 #
 # ## PyTorch's own: context_parallel
 #
 # PyTorch has `context_parallel`, with a zig-zag (its *load balancing*). Inside its `with` block, torch's attention is replaced by one over the ranks.
-# By default (torch 2.13) it is no ring: while a rank computes its own block, an all-gather brings it the keys and values of all ranks, once in forward and once in backward. Only the gradients go from rank to rank.
+# By default (torch 2.13) this is not a ring: while a rank computes its own block, an all-gather collects the keys and values of all ranks, once in forward and once in backward. Only the gradients go from rank to rank.
 # After `set_rotate_method("alltoall")` keys and values go from rank to rank as well, those of one rank at a time.
-# It needs the fused kernels of a GPU; on a CPU it raises (torch 2.13). With two GPUs the next cell runs it beside ours.
+# `context_parallel` needs the fused kernels of a GPU; on a CPU it raises (torch 2.13). With two GPUs the next cell compares it with ours.
 
 # %%
 def compare_with_torch():
@@ -867,13 +867,13 @@ except ranks.RankError as error:
 
 
 # %% [markdown]
-# In a real job this is a hang in the first step, with all ranks at the same line. That tells it from a rank that died or took another branch, which would be at another line.
-# With `isend` it hangs on nccl alone, so a test on CPU ranks does not find it. Always order messages by even and odd ranks, or send both in one batch.
+# In a real job, the first step hangs with all ranks at the same line; a rank that died or took another branch would be at another line.
+# With `isend` this hangs only with nccl, so a test on CPU ranks does not find it. Always order messages by even and odd ranks, or send both in one batch.
 #
 # ### Tokens that do not know where they stand
 #
-# Cut the batch along the sequence, leave the model as it is, and average the gradients: it runs. But each rank then trains on its short piece, whose tokens do not attend to those of earlier pieces.
-# A second mistake is harder to find: the ring is there, but positions begin at 0 on every rank.
+# Suppose you cut the batch along the sequence, leave the model unchanged, and average the gradients. This runs, but each rank trains on its short piece, whose tokens do not attend to earlier pieces.
+# A second mistake is harder to find: the ring is right, but every rank counts positions from 0.
 
 # %%
 def run_mistake(way, dtype, steps=20):
@@ -941,9 +941,9 @@ show.table(rows, [*head, "queries' weights (%)", "loss after 20 steps"])
 
 
 # %% [markdown]
-# After 20 steps the losses are nearly equal. The first loss of the wrong positions is off by $3.4 \cdot 10^{-5}$: float32 shows that, where the right way is off by $10^{-7}$. In bfloat16 the right way is off by nearly as much, and the loss says nothing.
-# The norm over all gradients says little more, because the embedding's are by far the largest: it is off by 0.4 %, where rounding in bfloat16 makes 0.5 %.
-# The gradients of the *queries' weights* show it: with wrong positions they are off by 56 % in either type, and by rounding by 1 % at most.
+# After 20 steps the losses are nearly equal. With wrong positions the first loss is off by $3.4 \cdot 10^{-5}$: float32 shows this error, since the right program is off by $10^{-7}$. In bfloat16 the right program is off by nearly as much, so the loss shows nothing.
+# The norm over all gradients shows little more, because the embedding's gradients are by far the largest: the norm is off by 0.4 %, and by rounding in bfloat16 alone by 0.5 %.
+# The gradients of the *queries' weights* show the mistake: with wrong positions they are off by 56 % in either type, by rounding alone by at most 1 %.
 # So before a long run compare these gradients with those of one process, on one short sequence.
 #
 # ### Sequences and heads that ranks cannot share
@@ -981,19 +981,19 @@ _ = ranks.run(lambda: find_refusal() if dist.get_rank() == 0 else None, 4, devic
 # Both can be combined: an all-to-all between the ranks of a machine, and a ring between machines.
 # Llama 3 405B was trained at 131,072 tokens on 8 tensor-parallel ranks times 16 along the context {cite}`dubey2024llama3` (section 3.3.2, Table 4): in a zig-zag, but with an all-gather of all keys and values in place of the ring. With few heads of keys these are small, and any mask is possible.
 #
-# In a real job you see that it is set up right when the gradients of the queries' weights equal those of one process on one short sequence, when activations fall with $1/N$, and when all ranks take equally long in attention.
+# In a real job, three signs show a correct setup: the gradients of the queries' weights equal those of one process on one short sequence; activations fall with $1/N$; all ranks take equally long in attention.
 #
 # ```{admonition} On more GPUs
 # :class: note
 #
-# Without GPUs this page holds both attentions to one process and counts their bytes; seconds are those of an emulated link.
+# Without GPUs this page compares both attentions with one process and counts their bytes; seconds are those of an emulated link.
 # With two GPUs it also runs PyTorch's own context parallelism, which needs their kernels, beside ours.
 # There you see whether NVLink is fast enough for the tokens that a rank has, and train on contexts as long as the tables say.
 # ```
 #
 # ## Exercises
 #
-# Each exercise has a check; where ranks are needed, it runs your answer on real ones.
+# Each exercise has a check, which runs your answer on real ranks where it needs them.
 #
 # ```{exercise-start} Whose tokens? (easy)
 # :label: ex-context-zigzag
@@ -1018,7 +1018,7 @@ check(my_zigzag)
 # :class: dropdown
 # ```
 #
-# Two pieces, one counted from the front and one from the back.
+# The rank has two pieces, one counted from the front and one from the back.
 
 # %%
 def my_zigzag(seq, rank, size):
@@ -1041,7 +1041,7 @@ check(my_zigzag)
 # :label: ex-context-pass
 # ```
 #
-# Send `tensor` to the next rank and return what the rank before has sent to you, on any number of ranks from 2 on.
+# Send `tensor` to the next rank, and return the tensor from the previous rank, on two or more ranks.
 # Use messages between two ranks, no collective. The check replays them by nccl's rules: a rank that begins a message waits until the other rank begins it, too.
 
 # %%
@@ -1061,7 +1061,7 @@ check(my_pass)
 # :class: dropdown
 # ```
 #
-# One batch. (Even ranks first, as in `send_to_next` above, is right as well.)
+# Use one batch. (Even ranks first, as in `send_to_next` above, is right as well.)
 
 # %%
 def my_pass(tensor, group):
@@ -1089,7 +1089,7 @@ check(my_pass)
 #
 # When a model writes text, there is one query at a time, and its keys are those of a long context: they are on many ranks.
 # `q_BA1D` is the same on all ranks, `k_BAsD` and `v_BAsD` are this rank's: $B$ sequences, $A$ heads, $s$ tokens, $D$ numbers in a head. Return [B, A, 1, D], attention over the keys of all ranks, on every rank.
-# Keys and values are not to be sent; what is computed from them may be. Scores may be as large as 1000.
+# Do not send keys or values; you may send results computed from them. Scores may be as large as 1000.
 
 # %%
 def my_decode(q_BA1D, k_BAsD, v_BAsD, group):
@@ -1153,7 +1153,7 @@ check(my_ring)
 # :class: dropdown
 # ```
 #
-# Begin to pass on, compute, merge, then wait for the next keys. Keys of a later rank are passed on and not used; in the last turn nothing is passed on.
+# In each turn, start the transfer, compute, merge, then wait for the next keys. Keys of a later rank are sent on, but not used; the last turn sends nothing.
 
 # %%
 def my_ring(q_BAsD, k_BAsD, v_BAsD, group):
@@ -1243,8 +1243,8 @@ check(my_context)
 #
 # ## Further reading
 #
-# - {cite:t}`liu2023ring`: ring attention; section 3 says when messages end before the computation does.
-# - {cite:t}`brandon2023striped`: why a causal ring has unequal work, and another cut that mends it.
+# - {cite:t}`liu2023ring`: ring attention; section 3 says when computation hides the messages.
+# - {cite:t}`brandon2023striped`: the unequal work of a causal ring, and another cut that balances it.
 # - {cite:t}`jacobs2023ulysses`: tokens for heads, and how its bytes fall with the ranks.
-# - {cite:t}`milakov2018softmax`: softmax in one pass; two pages that all of this rests on.
+# - {cite:t}`milakov2018softmax`: softmax in one pass, the basis of the merge.
 # - {cite:t}`dao2022flashattention`: the same merge inside one GPU, block by block from its memory.

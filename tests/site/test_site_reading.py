@@ -86,7 +86,7 @@ QUERIES = {
     "torchrun": ["term-torchrun", "lessons/cluster.html"],
     "row parallel bias": ["lessons/tensor_parallel.html"],
     "pipeline": ["lessons/pipeline.html"],
-    "how many tokens fit": ["lessons/context_parallel.html#how-many-tokens-fit"],
+    "how many tokens fit": ["lessons/context_parallel.html#the-longest-context-that-fits"],
     "zero_grad": ["lessons/data_parallel.html"],
     # Sections that synonyms.yml puts first.
     "which gpu": ["cluster.html#device-numbers", "strategy.html#choosing"],

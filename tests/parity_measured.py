@@ -112,7 +112,7 @@ def run_typed_step(row: Row, mistake: Callable[[Any], None], group: Any) -> None
                 own = declare_addend(getattr(sides, name))
                 stack.enter_context(mock.patch.object(sides, name, own))
             shared = lambda *given: tt.declare_types(share(*given), group="V")  # noqa: E731
-            stack.enter_context(mock.patch.object(cp, "shard", shared))
+            stack.enter_context(mock.patch.object(cp, "shard_tokens", shared))
         side.optimizer.zero_grad()
         side.step(batch)
         if row.clip:

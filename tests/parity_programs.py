@@ -529,7 +529,7 @@ WRONG: dict[str, WrongProgram] = {
     ),
     "tensor: tokens of other ranks not masked": WrongProgram(
         TENSOR, "forward embedding", "unknown reason, the same on all|rows are wrong",
-        patches=((tp_core, "own_rows", select_without_mask),),
+        patches=((tp_core, "to_local_rows", select_without_mask),),
     ),
     "sequence: gradients of norms not summed": WrongProgram(
         SEQUENCE, "gradient norm", "not added up", patches=((sp, "sum_gradients", do_nothing),)
@@ -591,20 +591,20 @@ WRONG: dict[str, WrongProgram] = {
     ),
     "context: positions begin at 0 on each rank": WrongProgram(
         RING, r"forward blocks\.0\.attention", "rows are wrong",
-        patches=((cp_core, "positions", lambda lay, s, n, r, d=None: torch.arange(s // n)),),
+        patches=((cp_core, "token_positions", lambda lay, s, n, r, d=None: torch.arange(s // n)),),
     ),
     "context: the mask is forgotten on the ring": WrongProgram(
         CONTIGUOUS, r"forward blocks\.0\.attention", "rows are wrong|unknown reason",
-        patches=((cp_core, "blocks", attend_whole_blocks),),
+        patches=((cp_core, "list_blocks", attend_whole_blocks),),
     ),
     "context: targets are not in zig-zag": WrongProgram(
         RING, "backward head", "every output was right: the loss .*targets",
-        patches=((cp, "shard", change_second_shard(
+        patches=((cp, "shard_tokens", change_second_shard(
             lambda x, group, layout: cp_core.shard_tokens(x, group, "contiguous"))),),
     ),
     "context: targets are shifted within a share": WrongProgram(
         CONTIGUOUS, "backward head", "every output was right: the loss .*targets",
-        patches=((cp, "shard", change_second_shard(shard_and_shift)),),
+        patches=((cp, "shard_tokens", change_second_shard(shard_and_shift)),),
     ),
     "context: gradients not averaged": WrongProgram(
         RING, "gradient ", "not averaged over ranks",

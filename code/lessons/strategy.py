@@ -268,7 +268,7 @@ def predict_step(job, r):
     launch = r["launch"] + (r["crossing"] * (t - 1) if p > 1 and job.nodes > 1 else 0)
     wire = 8 * (t - 1) / t * job.stream_bytes / r["node"] + r["beyond"] * (ceil(t / 8) - 1)
     layer = max((flops - last) / config.layers / t / r["products"], launch) + wire
-    stages = at.parts(config)  # in layers; the head is the output layer
+    stages = at.build_stages(config)  # in layers; the head is the output layer
     busy = [s.layers * layer + s.head * last / t / r["products"] for s in stages]
     held = max(job.count_parameters(s).total for s in stages)
     gradients = 8 * held * (at.dp - 1) / at.dp / r["network"]  # 4 bytes each, sent twice

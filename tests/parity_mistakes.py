@@ -242,14 +242,15 @@ LESSON_PROGRAMS: dict[str, WrongProgram] = {
         mistake=clip_locally,
     ),
     "tensor: a factor that differs by rank": WrongProgram(
-        TENSOR, "backward head", "the loss is wrong", patches=((tp, "loss", compute_scaled_loss),)
+        TENSOR, "backward head", "the loss is wrong",
+        patches=((tp, "vocab_parallel_loss", compute_scaled_loss),),
     ),
     "mesh: a norm that counts numbers twice": WrongProgram(
         MESH, "gradient ", "clipped at another norm", mistake=count_all_squares
     ),
     "context: each rank a short text": WrongProgram(
         CONTIGUOUS, r"forward (position|blocks\.0)", "rows are wrong|unknown reason",
-        patches=((cp, "distribute", lambda model, *_: model),),
+        patches=((cp, "distribute_model", lambda model, *_: model),),
     ),
     "experts: averaged over their copies alone": WrongProgram(
         COPIES, r"gradient blocks\.\d\.ffn\.experts", "2 times the right value",

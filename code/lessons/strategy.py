@@ -269,7 +269,7 @@ def predict_step(job, r):
     wire = 8 * (t - 1) / t * job.stream_bytes / r["node"] + r["beyond"] * (ceil(t / 8) - 1)
     layer = max((flops - last) / config.layers / t / r["products"], launch) + wire
     stages = at.build_stages(config)  # in layers; the head is the output layer
-    busy = [s.layers * layer + s.head * last / t / r["products"] for s in stages]
+    busy = [s.layers * layer + s.has_head * last / t / r["products"] for s in stages]
     held = max(job.count_parameters(s).total for s in stages)
     gradients = 8 * held * (at.dp - 1) / at.dp / r["network"]  # 4 bytes each, sent twice
     return (m - 1) * max(busy) + sum(busy) + gradients

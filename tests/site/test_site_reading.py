@@ -91,7 +91,7 @@ QUERIES = {
     # Sections that synonyms.yml puts first.
     "which gpu": ["cluster.html#device-numbers", "strategy.html#choosing"],
     "bf16": ["train.html#bf16"],
-    "GQA": ["tensor_parallel.html#today", "memory.html#a-model-of-today"],
+    "GQA": ["tensor_parallel.html#gqa", "memory.html#memory-of-a-hugging-face"],
 }
 
 

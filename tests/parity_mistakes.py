@@ -85,7 +85,7 @@ def create_optimizer_first(side: Any) -> None:
 
 def forget_state(side: Any) -> None:
     turn = iter(range(10**6))
-    side.begin = lambda: side.optimizer.state.clear() if next(turn) == 1 else None
+    side.before_step = lambda: side.optimizer.state.clear() if next(turn) == 1 else None
 
 
 def request_state(side: Side) -> None:

@@ -192,6 +192,7 @@ def make_parallel_program(row: Row, mistake: Callable[[Side], None] = lambda sid
         for step in range(row.steps):
             side.optimizer.zero_grad()
             torch.manual_seed(step)
+            getattr(side, "before_step", lambda: None)()
             losses.append(get_printed_loss(side, side.step(row.make_batch(step % BATCHES))))
             if row.clip and not hasattr(side, "engine"):
                 side.clip_gradients(row.clip[step % len(row.clip)])

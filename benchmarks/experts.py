@@ -58,7 +58,7 @@ def plain(config: Config, uneven: bool) -> Experts:
     torch.manual_seed(0)
     layer = Experts(config)
     if uneven:
-        with torch.no_grad():  # every token has the same first feature, see `rows_of`
+        with torch.no_grad():  # every token has the same first feature, see `tokens_of`
             slope_E = torch.linspace(-1, 1, config.experts)
             layer.router.score.weight[:, 0] += slope_E
     return layer.to(ranks.device())

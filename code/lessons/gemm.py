@@ -222,7 +222,7 @@ show.source(
 show.source(gemm.core._pad_shard, gemm.gather_rows, gemm.gather_columns)
 
 # %% [markdown]
-# In `multiply_by_inner`, `full=False` leaves each rank only its own rows of the sum.
+# In `multiply_inner`, `full=False` leaves each rank only its own rows of the sum.
 
 # %%
 show.source(gemm.multiply_inner, gemm.core.reduce_scatter)
@@ -317,7 +317,7 @@ assert max(off) == 0
 
 # %% [markdown]
 # This loop sends $A$'s block, then $B$'s, waits for both before it multiplies, and holds copies of two whole blocks.
-# The core, this lesson's module, cuts blocks into *panels*, some columns of $A$ and the same rows of $B$, and `fetch(number + 1)` sends the next panel while this one is multiplied.
+# The core, this lesson's module, cuts blocks into *panels*, some columns of $A$ and the same rows of $B$, and broadcasts the next panels while these are multiplied.
 # Panels end where a block of $A$ or of $B$ ends, so the grid need not be square, and sizes need not divide.
 
 # %%

@@ -475,7 +475,7 @@ print(pipeline.make_schedule("1f1b", 4, 6))
 # - *ZB-H2* also fills the beginning, with more forwards. It idles $(p-1)(F+I-2W)$ seconds, zero if all three take equally long, but holds up to $2p-1$ micro-batches.
 # - *ZB-V* idles zero seconds, too, with the memory of 1F1B. Each rank has two chunks, placed in a V: the first rank holds the first chunk *and the last*, so the first backward begins on the rank where the first forward began.
 #
-# `order_in_steps` writes three kinds of passes in steps: in every step a stage runs one pass of each kind, and `begins` gives the step at which each kind starts. The interleaved schedule is made in the same way.
+# `order_in_steps` writes three kinds of passes in steps: in every step a stage runs one pass of each kind, and `starts` gives the step at which each kind starts. The interleaved schedule is made in the same way.
 
 # %%
 show.source(pipeline.schedule_zb_h1, pipeline.schedules.order_in_steps)

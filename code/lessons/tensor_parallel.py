@@ -1247,8 +1247,8 @@ show.table(
 # ### Hide backward's half
 #
 # Earlier layers wait for the gradient of $X$, but only the optimizer needs the gradients of the weights. So compute the gradient of $X$, start its all-reduce, and compute the weights' gradients meanwhile.
-# For this overlap, `copy_to` and all layers that use $X$ become one autograd function, as in Megatron-LM for one matrix. `parallelize` uses this function unless its `edges` have no `begin` and `back`.
-# In its backward `back` starts the sum, and `arrive()` waits for it; computation between the two overlaps with the message.
+# For this overlap, `copy_to` and all layers that use $X$ become one autograd function, as in Megatron-LM for one matrix. `parallelize` uses this function unless its `edges` have no `start_enter`.
+# In backward, `start_enter_backward` starts the sum, and `wait_dx()` waits for it; computation between the two overlaps with the message.
 
 # %%
 show.source(tp.SharedInput.take_output, _Columns.backward)

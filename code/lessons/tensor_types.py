@@ -1452,7 +1452,7 @@ check(answer, "type_plan")
 # - On each axis of the mesh a tensor has one of four types, I, R, V or P, and so has its gradient: the gradient of I is I, of V is V, of R is P, of P is R.
 # - I and R hold the same numbers, but differ in their gradients: every rank finds the same gradient (I) or a summand of it (R). No output shows the difference.
 # - An operator's types are right when ⟨y, dy⟩ = ⟨x, dx⟩, summed over the ranks: this leaves one pair of types for each operator.
-# - A table of operators and a torch dispatch mode follow a program through backward and step, before it runs: of 1,500 random programs 452 passed, and all 452 were right.
+# - A table of operators and a `TorchFunctionMode` follow a program through backward and step, before it runs: of 1,500 random programs 452 passed, and all 452 were right.
 # - A check needs one process; its messages name the line, the operation and the correct type.
 # - Types do not see factors, random numbers, initial weights or the order of data: compare one step, gradients included, with one process.
 #

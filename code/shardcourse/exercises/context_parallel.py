@@ -157,7 +157,7 @@ def _choose_context(
     shards_states: bool = False,
     allows_uneven_heads: bool = False,
 ) -> tuple[int, str] | None:
-    """Return (ranks, kind); `shared` or `indivisible` gives a mistake that has its own sentence."""
+    """Return (ranks, kind), also for the mistakes that the two flags make."""
     for ranks in (1, 2, 4, 8, 16, 32, 64):
         if states / (ranks if shards_states else 1) + token_bytes * seq / ranks > memory:
             continue

@@ -96,7 +96,7 @@ def split_model(model: GPT, layers: int | Sequence[int]) -> list[Part]:
 class LocalParts:
     """The parts that a rank holds, one per chunk. Stage s is rank s.
 
-    between: see `Form`; by default the first part's method. check: validate the schedule. given:
+    message_spec: returns a `TensorSpec`; by default the first part's method. check: validate the
     schedule. same_values: further values that must be the same on all ranks.
 
     Raises ValueError on all ranks of the group if any of them has another number of parts than

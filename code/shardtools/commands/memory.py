@@ -157,7 +157,7 @@ def _build_layout(settings: dict[str, Any]) -> Layout:
 
 
 def _format_table(found: dict[str, Any], title: str, unit: str, unknown: str) -> str:
-    """Format the counts of `_counted` as a table."""
+    """Format the counts of `_count_memory` as a table."""
     sizes = {part: memory.format_bytes(found[part], unit) for part in (*PARTS, "total")}
     if unknown:
         sizes |= dict.fromkeys(("activations", "buffers"), unknown)

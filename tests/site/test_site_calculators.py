@@ -18,7 +18,9 @@ from shardlab.common import show
 from shardlab.common.shapes import PRESETS
 from shardlab.pipeline import SCHEDULE_NAMES
 
-KINDS = {"memory": "memory", "schedule": "pipeline", "strategy": "strategy"}  # where they stand
+KINDS = {  # where they stand
+    "memory": "memory", "mesh": "mesh", "schedule": "pipeline", "strategy": "strategy",
+}  # fmt: skip
 SLOW = 60_000  # ms: until Python is loaded, where tests share two cores
 
 spec = importlib.util.spec_from_file_location(
@@ -77,6 +79,7 @@ def press_calculate(form) -> list[list[str]]:
     [
         ("memory", {"model": "gpt-3-175b", "tp": "8", "sequence_parallel": "yes", "unit": "GiB"}),
         ("strategy", {"model": "llama-3-8b", "gpu": "a100-40", "gpus": "8", "tokens": "1e12"}),
+        ("mesh", {"dp": "2", "pp": "2", "tp": "2", "node": "4", "order": "pp,dp,tp"}),
     ],
 )
 def test_a_table_is_that_of_python(open_calculator, kind, given):

@@ -11,8 +11,6 @@ Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
 SC 2021 (arXiv 2104.04473).
 """
 
-from importlib import import_module
-
 # Names that need torch are loaded on first use, so programs that only look at groups do not wait.
 # Module names are complete, so that a recording's key finds the files.
 _LAZY_NAMES = {
@@ -26,6 +24,8 @@ _LAZY_NAMES = {
 
 
 def __getattr__(name: str) -> object:
+    from importlib import import_module  # here, since the browser's Python has none
+
     for module, names in _LAZY_NAMES.items():
         if name in names:
             return getattr(import_module(module), name)

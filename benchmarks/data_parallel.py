@@ -37,18 +37,18 @@ import torch.distributed as dist
 from side_by_side import (
     Step,
     Times,
-    alternately,
+    describe_model,
+    estimate_moving_seconds,
     gpu_model,
-    moving,
-    named,
-    one_row,
-    options,
-    put_out,
+    make_row,
+    make_run_options,
+    measure_alternately,
+    parse_options,
+    print_progress,
+    print_rows,
     read_clock,
-    say,
-    slowest,
-    the_group,
-    where,
+    select_group,
+    select_slowest_rank,
 )
 from torch import nn
 
@@ -61,7 +61,7 @@ def measure(config: Config, batch: int, slow: bool, rounds: int) -> Times:
     """Return this rank's seconds of `rounds` steps of each contender."""
     torch.manual_seed(0)
     device, world = ranks.device(), dist.group.WORLD
-    group = the_group(slow)
+    group = select_group(slow)
     plain = GPT(config).to(device)
     ours_in = {"bucket_bytes": MIB} if slow else {}
     theirs_in = {"bucket_cap_mb": 1} if slow else {}
@@ -97,11 +97,11 @@ def measure(config: Config, batch: int, slow: bool, rounds: int) -> Times:
         for name, model in {"ours": ours, "theirs": theirs, "compute": plain}.items()
     }
     contenders |= {"wire": messages(group)} | ({"work": messages(world)} if slow else {})
-    return alternately(contenders, rounds, device, {"compute": "backward"})
+    return measure_alternately(contenders, rounds, device, {"compute": "backward"})
 
 
 def main(arguments: list[str] | None = None) -> None:
-    chosen = options(__doc__, arguments)
+    chosen = parse_options(__doc__, arguments)
     rows = []
     for kind in chosen.links:
         for size in chosen.ranks:
@@ -109,19 +109,21 @@ def main(arguments: list[str] | None = None) -> None:
                 name, batch, rounds = "nano", 1, 1
             else:
                 name, batch, rounds = (gpu_model(size), 4, 4) if kind == "gpu" else ("mini", 2, 4)
-            say(kind, f"{size} ranks")
+            print_progress(kind, f"{size} ranks")
             config, total = PRESETS[name], rounds * chosen.repeats
-            results = ranks.run(measure, size, config, batch, kind == "slow", total, **where(kind))
+            results = ranks.run(
+                measure, size, config, batch, kind == "slow", total, **make_run_options(kind)
+            )
 
             def floor(middle: dict[str, float], size: int = size, kind: str = kind) -> float:
                 outside = middle["compute"] - middle["backward"]
-                full = middle["compute"] + moving(middle, kind, size)
+                full = middle["compute"] + estimate_moving_seconds(middle, kind, size)
                 return max(full, outside + middle["wire"])
 
-            case = f"{named(name, config)}, {batch * config.seq} tokens a rank"
-            given = case, "torch DDP", size, kind, slowest(results), chosen.repeats
-            rows.append(one_row(*given, floor))
-    put_out(rows, chosen.json)
+            case = f"{describe_model(name, config)}, {batch * config.seq} tokens a rank"
+            given = case, "torch DDP", size, kind, select_slowest_rank(results), chosen.repeats
+            rows.append(make_row(*given, floor))
+    print_rows(rows, chosen.json)
 
 
 if __name__ == "__main__":

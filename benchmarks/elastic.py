@@ -38,7 +38,7 @@ from typing import Any
 
 import psutil
 import torch
-from side_by_side import options, ratio
+from side_by_side import parse_options, ratio
 
 from shardlab.common import show
 from shardlab.elastic.job import find_free_port
@@ -303,7 +303,7 @@ def make_row(case: Case, ranks: int, floor: float, found: dict[str, list[dict]])
 
 
 def main(arguments: list[str] | None = None) -> None:
-    chosen = options(__doc__, arguments, kinds=["loopback"])
+    chosen = parse_options(__doc__, arguments, kinds=["loopback"])
     cases = CASES[:1] if chosen.quick else CASES
     rows, starts = [], {}
     for ranks in chosen.ranks:

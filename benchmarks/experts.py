@@ -35,14 +35,14 @@ import torch.distributed as dist
 from side_by_side import (
     Step,
     Times,
-    alternately,
-    one_row,
-    options,
-    put_out,
-    say,
-    slowest,
-    the_group,
-    where,
+    make_row,
+    make_run_options,
+    measure_alternately,
+    parse_options,
+    print_progress,
+    print_rows,
+    select_group,
+    select_slowest_rank,
 )
 
 from shardlab import deepspeed_engine, experts, ranks
@@ -53,7 +53,7 @@ OURS, THEIRS = "ours", "deepspeed MoE"
 SHAPE = Config(layers=1, heads=8, mlp="swiglu", bias=False, hidden=512, ffn=1024, experts=8)
 
 
-def plain(config: Config, uneven: bool) -> Experts:
+def build_plain_layer(config: Config, uneven: bool) -> Experts:
     """Return the layer with all experts; uneven: the router favours later experts."""
     torch.manual_seed(0)
     layer = Experts(config)
@@ -101,7 +101,7 @@ def by_deepspeed(layer: Experts, group: dist.ProcessGroup) -> torch.nn.Module:
 
 def build(name: str, config: Config, uneven: bool, group: dist.ProcessGroup, tokens: int) -> Step:
     """Return a contender's step, forward and backward of a layer of its own."""
-    layer, x_BSH = plain(config, uneven), tokens_of(config, tokens)
+    layer, x_BSH = build_plain_layer(config, uneven), tokens_of(config, tokens)
     if name == OURS:
         layer = experts.ExpertParallel(layer, group)
         compute = layer
@@ -123,14 +123,14 @@ def build(name: str, config: Config, uneven: bool, group: dist.ProcessGroup, tok
 
 def sizes(config: Config, uneven: bool, group: dist.ProcessGroup, tokens: int) -> experts.Route:
     """Return the route of this rank's rows: the numbers of rows to send and to receive."""
-    layer, x_BSH = plain(config, uneven), tokens_of(config, tokens)
+    layer, x_BSH = build_plain_layer(config, uneven), tokens_of(config, tokens)
     chosen_TC = layer.router(x_BSH)[1].flatten(0, 1)
     return experts.plan_route(chosen_TC, config.experts, group)
 
 
 def products(config: Config, way: experts.Route) -> Step:
     """Return a step that only runs this rank's experts on rows that it already holds."""
-    networks = list(plain(config, False).experts)[: len(way.received[0])]
+    networks = list(build_plain_layer(config, False).experts)[: len(way.received[0])]
     rows = [sum(source[e] for source in way.received) for e in range(len(networks))]
     inputs = [
         torch.randn(n, config.hidden, device=ranks.device(), requires_grad=True) for n in rows
@@ -158,7 +158,7 @@ def messages(config: Config, way: experts.Route, group: dist.ProcessGroup) -> St
 
 def measure(config: Config, uneven: bool, tokens: int, slow: bool, rounds: int) -> Times:
     """Return this rank's seconds of `rounds` steps of each contender."""
-    group = the_group(slow)
+    group = select_group(slow)
     steps = {name: build(name, config, uneven, group, tokens) for name in (OURS, THEIRS)}
     ours, theirs = (steps[name]() for name in (OURS, THEIRS))
     # float32, values of about 1; the products have different numbers of rows.
@@ -166,10 +166,10 @@ def measure(config: Config, uneven: bool, tokens: int, slow: bool, rounds: int) 
     way = sizes(config, uneven, group, tokens)
     steps["products"] = products(config, way)
     steps["messages"] = messages(config, way, group)
-    return alternately(steps, rounds, ranks.device(), {})
+    return measure_alternately(steps, rounds, ranks.device(), {})
 
 
-def sent(config: Config, uneven: bool, tokens: int) -> list[int]:
+def count_bytes_sent(config: Config, uneven: bool, tokens: int) -> list[int]:
     """Return the bytes that this rank hands to all-to-alls in a step of each contender."""
     found = []
     for name in (OURS, THEIRS):
@@ -181,7 +181,7 @@ def sent(config: Config, uneven: bool, tokens: int) -> list[int]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    chosen = options(__doc__, arguments)
+    chosen = parse_options(__doc__, arguments)
     if not importlib.util.find_spec("deepspeed"):
         print("DeepSpeed is not installed here: no rows against it", file=sys.stderr)
         print(json.dumps({"rows": []}) if chosen.json else "")
@@ -189,23 +189,25 @@ def main(arguments: list[str] | None = None) -> None:
     deepspeed_engine.import_deepspeed()  # once, before ranks are forked
     rows: list[dict[str, Any]] = []
     for kind in chosen.links:
-        on = where(kind)
+        on = make_run_options(kind)
         for size in chosen.ranks:
             number = -(-SHAPE.experts // size) * size  # every rank has equally many experts
             config, tokens, rounds = replace(SHAPE, experts=number), 1024, 4
             if chosen.quick:
                 config, tokens, rounds = replace(config, hidden=64, ffn=64), 64, 1
             for case in ("even", "uneven"):
-                say(case, kind, f"{size} ranks")
+                print_progress(case, kind, f"{size} ranks")
                 how = config, case == "uneven", tokens
-                counted = ranks.run(sent, size, *how, **on)
+                counted = ranks.run(count_bytes_sent, size, *how, **on)
                 ours, theirs = (sum(each) for each in zip(*counted, strict=True))
                 total = rounds * chosen.repeats
-                times = slowest(ranks.run(measure, size, *how, kind == "slow", total, **on))
+                times = select_slowest_rank(
+                    ranks.run(measure, size, *how, kind == "slow", total, **on)
+                )
                 words = f"{case}: {number} experts, {tokens} tokens a rank, hidden {config.hidden}"
                 given = words, THEIRS, size, kind, times, chosen.repeats, floor, (OURS, THEIRS)
-                rows.append(one_row(*given, sent_ratio=round(ours / theirs, 4)))
-    put_out(rows, chosen.json)
+                rows.append(make_row(*given, sent_ratio=round(ours / theirs, 4)))
+    print_rows(rows, chosen.json)
 
 
 def floor(middle: dict[str, float]) -> float:

@@ -36,20 +36,20 @@ import torch.distributed as dist
 from side_by_side import (
     Step,
     Times,
-    alternately,
+    compare_peaks,
+    describe_model,
+    estimate_moving_seconds,
     gpu_model,
-    moving,
-    named,
-    one_row,
-    options,
+    make_row,
+    make_run_options,
+    measure_alternately,
+    parse_options,
     peak,
-    peaks_of,
-    put_out,
-    say,
-    slowest,
-    where,
+    print_progress,
+    print_rows,
+    select_slowest_rank,
 )
-from tensor_parallel import by_torch, dividing, shard_of
+from tensor_parallel import make_divisible_config, parallelize_with_torch, shard_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
@@ -90,7 +90,7 @@ def build_theirs(config: Config, batch: int) -> tuple[Step, GPT]:
     """Return torch's step, on its mesh of two axes, and the model that it trains."""
     shape = choose_layout()
     axes = init_device_mesh(ranks.device().type, (shape.dp, shape.tp), mesh_dim_names=("dp", "tp"))
-    model = by_torch(build_model(config), axes["tp"])
+    model = parallelize_with_torch(build_model(config), axes["tp"])
     for part in (*model.blocks, model):
         fully_shard(part, mesh=axes["dp"])
     optimizer = make_adamw(model)
@@ -166,7 +166,7 @@ def measure_rounds(config: Config, batch: int, rounds: int) -> Times:
     """Return this rank's seconds of `rounds` steps of each contender."""
     steps = {OURS: build_ours(config, batch)[0], THEIRS: build_theirs(config, batch)[0]}
     steps |= {"compute": build_bare(config, batch), "wire": build_messages(config, batch)}
-    return alternately(steps, rounds, ranks.device(), {})
+    return measure_alternately(steps, rounds, ranks.device(), {})
 
 
 def measure_peak(config: Config, batch: int, build: Any) -> int:
@@ -186,14 +186,14 @@ def list_cases(kind: str, size: int, quick: bool) -> list[tuple[str, Config, int
 
 
 def main(arguments: list[str] | None = None) -> None:
-    chosen = options(__doc__, arguments, ("loopback", "gpu"))
+    chosen = parse_options(__doc__, arguments, ("loopback", "gpu"))
     rows: list[dict[str, Any]] = []
     for kind in chosen.links:
-        on = where(kind)
+        on = make_run_options(kind)
         for size in (size for size in chosen.ranks if size % 2 == 0):
             for name, config, batch, rounds in list_cases(kind, size, chosen.quick):
-                config = replace(dividing(config, max(1, size // 2)), tied=False)
-                say(name, kind, f"{size} ranks")
+                config = replace(make_divisible_config(config, max(1, size // 2)), tied=False)
+                print_progress(name, kind, f"{size} ranks")
                 held = {
                     who: max(ranks.run(measure_peak, size, config, batch, build, **on))
                     for who, build in ((OURS, build_ours), (THEIRS, build_theirs))
@@ -205,12 +205,20 @@ def main(arguments: list[str] | None = None) -> None:
                 def choose_floor(
                     middle: dict[str, float], size: int = size, kind: str = kind
                 ) -> float:
-                    return middle["compute"] + moving(middle, kind, size)
+                    return middle["compute"] + estimate_moving_seconds(middle, kind, size)
 
-                case = f"{named(name, config)}, {2 * batch * config.seq} tokens"
-                given = case, THEIRS, size, kind, slowest(results), chosen.repeats, choose_floor
-                rows.append(one_row(*given, (OURS, THEIRS), **peaks_of((OURS, THEIRS), held)))
-    put_out(rows, chosen.json)
+                case = f"{describe_model(name, config)}, {2 * batch * config.seq} tokens"
+                given = (
+                    case,
+                    THEIRS,
+                    size,
+                    kind,
+                    select_slowest_rank(results),
+                    chosen.repeats,
+                    choose_floor,
+                )
+                rows.append(make_row(*given, (OURS, THEIRS), **compare_peaks((OURS, THEIRS), held)))
+    print_rows(rows, chosen.json)
 
 
 if __name__ == "__main__":

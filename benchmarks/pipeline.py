@@ -49,16 +49,16 @@ import torch
 import torch.distributed as dist
 from side_by_side import (
     Times,
+    describe_model,
     gpu_model,
-    named,
-    options,
-    put_out,
+    make_run_options,
+    parse_options,
+    print_progress,
+    print_rows,
     ratio,
     read_clock,
-    say,
-    slowest,
-    the_group,
-    where,
+    select_group,
+    select_slowest_rank,
 )
 from torch import Tensor, nn
 from torch.distributed import pipelining
@@ -80,10 +80,10 @@ Step = Callable[[], Any]
 Naps = tuple[float, ...]
 
 
-def ours(name: str, config: Config, batch: Tensor, microbatches: int, group: Any) -> Step:
+def make_our_step(name: str, config: Config, batch: Tensor, microbatches: int, group: Any) -> Step:
     """Return our training step on this rank."""
     schedule = pipeline.make_schedule(name, group.size(), microbatches)
-    piped = pipeline.distribute_model(plain(config), schedule, group)
+    piped = pipeline.distribute_model(build_model(config), schedule, group)
     optimizer = torch.optim.AdamW(piped.parameters(), lr=1e-3)
 
     def step() -> None:
@@ -94,11 +94,13 @@ def ours(name: str, config: Config, batch: Tensor, microbatches: int, group: Any
     return step
 
 
-def theirs(name: str, config: Config, batch: Tensor, microbatches: int, group: Any) -> Step:
+def make_torch_step(
+    name: str, config: Config, batch: Tensor, microbatches: int, group: Any
+) -> Step:
     """Return torch's step on this rank, from the same parts on the same stages as ours."""
     schedule = pipeline.make_schedule(name, group.size(), microbatches)
     mine = schedule.placement[group.rank()]
-    parts = pipeline.split_model(plain(config), schedule.parts)
+    parts = pipeline.split_model(build_model(config), schedule.parts)
     modules = nn.ModuleList(parts[part] for part in mine)
     stages = [
         pipelining.PipelineStage(parts[part], part, schedule.parts, batch.device, group=group)
@@ -119,7 +121,7 @@ def theirs(name: str, config: Config, batch: Tensor, microbatches: int, group: A
     return step
 
 
-def plain(config: Config) -> GPT:
+def build_model(config: Config) -> GPT:
     """Return the model, the same for all contenders and on all ranks."""
     torch.manual_seed(0)
     return GPT(config).to(ranks.device())
@@ -129,7 +131,7 @@ class Alone:
     """Passes and optimizer of one stage without messages; a split backward has two halves."""
 
     def __init__(self, schedule: pipeline.Schedule, config: Config, batch: Tensor):
-        parts = pipeline.split_model(plain(config), schedule.parts)
+        parts = pipeline.split_model(build_model(config), schedule.parts)
         self.mine = [parts[part] for part in schedule.placement[dist.get_rank()]]
         self.later = [
             pipeline.defer_weight_gradients(part) if schedule.has_split_backward else None
@@ -144,7 +146,7 @@ class Alone:
         spent = dict.fromkeys(("F", "I", "W"), 0.0)
         for tokens_BS in self.batches:
             for part, later in zip(self.mine, self.later, strict=True):
-                x, dy, begin = self.around(part, tokens_BS)
+                x, dy, begin = self.make_stage_inputs(part, tokens_BS)
                 y = part(x) if part.head is None else loss(part(x), tokens_BS)
                 forward = read_clock(x.device)
                 torch.autograd.backward(y, dy)
@@ -159,7 +161,9 @@ class Alone:
         return spent | {"optimizer": read_clock(tokens_BS.device) - begin}
 
     @staticmethod
-    def around(part: nn.Module, tokens_BS: Tensor) -> tuple[Tensor, Tensor | None, float]:
+    def make_stage_inputs(
+        part: nn.Module, tokens_BS: Tensor
+    ) -> tuple[Tensor, Tensor | None, float]:
         """Return a part's input, the gradient of its output, and the time at which it may begin."""
         shape, dtype = part.message_spec(tokens_BS)
         x = tokens_BS
@@ -201,7 +205,7 @@ def layout(schedule: pipeline.Schedule) -> str:
     return f"alone, parts {schedule.placement}, backward {halves}"
 
 
-def alternate(steps: dict[str, Step], rounds: int, times: dict[str, list[Any]]) -> None:
+def run_alternately(steps: dict[str, Step], rounds: int, times: dict[str, list[Any]]) -> None:
     """Run all steps in turns; `times` gets the seconds of a step, or the step's own result."""
     order = list(steps)
     for number in range(-2 if rounds > 3 else -1, rounds):  # first the rounds to warm up
@@ -215,26 +219,28 @@ def alternate(steps: dict[str, Step], rounds: int, times: dict[str, list[Any]]) 
 
 def measure(config: Config, sequences: int, microbatches: int, slow: bool, rounds: int) -> Times:
     """Return this rank's seconds of `rounds` steps of each contender, and of passes alone."""
-    batch, group = batch_of(config, sequences), the_group(slow)
+    batch, group = batch_of(config, sequences), select_group(slow)
     steps: dict[str, Step] = {}
     for name in THEIRS:
         given = name, config, batch, microbatches, group
         schedule = pipeline.make_schedule(name, group.size(), microbatches)
-        steps |= {name: ours(*given), f"torch {THEIRS[name]}": theirs(*given)}
+        steps |= {name: make_our_step(*given), f"torch {THEIRS[name]}": make_torch_step(*given)}
         steps.setdefault(layout(schedule), Alone(schedule, config, batch))
     times: dict[str, list[Any]] = {name: [] for name in steps}
-    alternate(steps, rounds, times)
+    run_alternately(steps, rounds, times)
     times["hop"] = [hop_seconds(config, batch, microbatches, group)]
     return times
 
 
-def simulated(schedule: pipeline.Schedule, spent: list[dict], hop: float) -> pipeline.Timeline:
+def simulate_measured(
+    schedule: pipeline.Schedule, spent: list[dict], hop: float
+) -> pipeline.Timeline:
     """Simulate a schedule whose stages spend these seconds on all passes of each kind."""
     times = ([s[kind] / schedule.microbatches for s in spent] for kind in "FIW")
     return pipeline.simulate(schedule, *times, hop)
 
 
-def apart(kind: str, size: int) -> bool:
+def has_core_per_stage(kind: str, size: int) -> bool:
     """Return True if each stage has a core or a GPU of its own."""
     return kind == "gpu" or size <= (os.cpu_count() or 1)
 
@@ -243,30 +249,34 @@ def floor(schedule: pipeline.Schedule, spent: list[dict], hop: float, each: bool
     """Return a lower bound of a step's seconds; each: whether all stages can compute at once."""
     ends = [s["F"] + s["I"] + s["W"] for s in spent]
     if each:
-        ends = [spans[-1].end for spans in simulated(schedule, spent, hop).spans]
+        ends = [spans[-1].end for spans in simulate_measured(schedule, spent, hop).spans]
     return max(end + s["optimizer"] for end, s in zip(ends, spent, strict=True))
 
 
-def alone(results: list[dict[str, list]], name: str, rounds: slice) -> list[dict[str, float]]:
+def find_least_seconds(
+    results: list[dict[str, list]], name: str, rounds: slice
+) -> list[dict[str, float]]:
     """Return the least seconds of passes alone in these rounds, by stage and kind."""
     return [
         {kind: min(one[kind] for one in r[name][rounds]) for kind in r[name][0]} for r in results
     ]
 
 
-def row(name: str, case: str, microbatches: int, kind: str, results: list, repeats: int) -> dict:
+def make_schedule_row(
+    name: str, case: str, microbatches: int, kind: str, results: list, repeats: int
+) -> dict:
     """Return one row of the result, see the module; `seconds` go into the table alone."""
     size = len(results)
     schedule = pipeline.make_schedule(name, size, microbatches)
     pair = [name, f"torch {THEIRS[name]}"]
-    seconds = slowest([{key: r[key] for key in pair} for r in results])
+    seconds = select_slowest_rank([{key: r[key] for key in pair} for r in results])
     each = len(seconds[name]) // repeats
     ratios, fractions = [], []
     for repeat in range(repeats):
         rounds = slice(repeat * each, (repeat + 1) * each)
-        spent = alone(results, layout(schedule), rounds)
+        spent = find_least_seconds(results, layout(schedule), rounds)
         mine, other = (seconds[key][rounds].median().item() for key in pair)
-        least = floor(schedule, spent, results[0]["hop"][0], apart(kind, size))
+        least = floor(schedule, spent, results[0]["hop"][0], has_core_per_stage(kind, size))
         ratios.append(mine / other)
         fractions.append(least / mine)
     return {
@@ -280,14 +290,14 @@ def row(name: str, case: str, microbatches: int, kind: str, results: list, repea
     }
 
 
-def record(
+def record_timelines(
     config: Config, sequences: int, microbatches: int, slow: bool, rounds: int, naps: Naps | None
 ) -> dict[str, list[Any]]:
     """Return this rank's measured timelines of all schedules, and the seconds of passes alone."""
-    batch, group = batch_of(config, sequences), the_group(slow)
+    batch, group = batch_of(config, sequences), select_group(slow)
     steps: dict[str, Step] = {}
 
-    def recorded(piped: pipeline.Pipeline, batch: Tensor) -> Step:
+    def run_recorded(piped: pipeline.Pipeline, batch: Tensor) -> Step:
         def step() -> pipeline.Timeline:
             piped.step(batch, batch)
             return piped.gather_timeline()
@@ -299,13 +309,13 @@ def record(
         if naps is not None:
             size = len(batch) // microbatches * config.seq * config.hidden
             piped = pipeline.make_sleeping_pipeline(schedule, group, *naps, size, record=True)
-            steps[name] = recorded(piped, torch.zeros(microbatches, 1))
+            steps[name] = run_recorded(piped, torch.zeros(microbatches, 1))
         else:
-            piped = pipeline.distribute_model(plain(config), schedule, group, record=True)
-            steps[name] = recorded(piped, batch)
+            piped = pipeline.distribute_model(build_model(config), schedule, group, record=True)
+            steps[name] = run_recorded(piped, batch)
             steps.setdefault(layout(schedule), Alone(schedule, config, batch))
     times: dict[str, list[Any]] = {name: [] for name in steps}
-    alternate(steps, rounds, times)
+    run_alternately(steps, rounds, times)
     times["hop"] = [hop_seconds(config, batch, microbatches, group)]
     return times
 
@@ -316,16 +326,16 @@ def prediction(name: str, kind: str, results: list, naps: Naps | None) -> dict:
     schedule, hop = results[0][name][0].schedule, results[0]["hop"][0]
     for number, timeline in enumerate(results[0][name]):
         if naps is None:
-            spent = alone(results, layout(schedule), slice(number, number + 1))
+            spent = find_least_seconds(results, layout(schedule), slice(number, number + 1))
         else:
             passes = (nap * schedule.microbatches for nap in naps)
             spent = [dict(zip("FIW", passes, strict=True))] * size
-        before.append(timeline.step_time / simulated(schedule, spent, hop).step_time - 1)
+        before.append(timeline.step_time / simulate_measured(schedule, spent, hop).step_time - 1)
         spent = [dict.fromkeys("FIW", 0.0) for _ in timeline.spans]
         for took, spans in zip(spent, timeline.spans, strict=True):
             for span in spans:
                 took["I" if span.kind == "B" else span.kind] += span.end - span.begin
-        after.append(timeline.step_time / simulated(schedule, spent, hop).step_time - 1)
+        after.append(timeline.step_time / simulate_measured(schedule, spent, hop).step_time - 1)
     return {
         "case": f"{name}: stages that {'sleep' if naps else 'compute'}",
         "ranks": size,
@@ -336,7 +346,7 @@ def prediction(name: str, kind: str, results: list, naps: Naps | None) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    chosen = options(__doc__, arguments)
+    chosen = parse_options(__doc__, arguments)
     rows, predictions = [], []
     for kind in chosen.links:
         for size in chosen.ranks:
@@ -348,24 +358,29 @@ def main(arguments: list[str] | None = None) -> None:
                 preset, each, rounds = "nano", 1, 1
             else:
                 preset, each, rounds = (gpu_model(size), 4, 4) if kind == "gpu" else ("mini", 1, 2)
-            say(kind, f"{size} ranks")
+            print_progress(kind, f"{size} ranks")
             config = replace(
                 PRESETS[preset], layers=2 * size if chosen.quick else max(8, 2 * size), tied=False
             )
             microbatches = max(8, size)
             sequences = each * microbatches
-            on = where(kind)
+            on = make_run_options(kind)
             shape = config, sequences, microbatches, kind == "slow"
             results = ranks.run(measure, size, *shape, rounds * chosen.repeats, **on)
-            case = f"{named(preset, config)}, {microbatches} micro-batches"
+            case = f"{describe_model(preset, config)}, {microbatches} micro-batches"
             case += f" of {each * config.seq} tokens"
-            rows += [row(n, case, microbatches, kind, results, chosen.repeats) for n in THEIRS]
+            rows += [
+                make_schedule_row(n, case, microbatches, kind, results, chosen.repeats)
+                for n in THEIRS
+            ]
             naps = (
-                None if apart(kind, size) else tuple(n * (0.1 if chosen.quick else 1) for n in NAPS)
+                None
+                if has_core_per_stage(kind, size)
+                else tuple(n * (0.1 if chosen.quick else 1) for n in NAPS)
             )
-            results = ranks.run(record, size, *shape, min(chosen.repeats, 3), naps, **on)
+            results = ranks.run(record_timelines, size, *shape, min(chosen.repeats, 3), naps, **on)
             predictions += [prediction(n, kind, results, naps) for n in pipeline.SCHEDULE_NAMES]
-    put_out(rows, chosen.json, predictions=predictions)
+    print_rows(rows, chosen.json, predictions=predictions)
     if chosen.json:
         return
     head = ["predicted", "ranks", "link", "measured / simulated - 1", "quartiles"]
@@ -373,15 +388,15 @@ def main(arguments: list[str] | None = None) -> None:
     show.table(
         [
             [p["case"], p["ranks"], p["link"]]
-            + [percent(p["error"]), percent(*p["quartiles"])]
-            + [percent(p["error_after"]), percent(*p["quartiles_after"])]
+            + [format_percent(p["error"]), format_percent(*p["quartiles"])]
+            + [format_percent(p["error_after"]), format_percent(*p["quartiles_after"])]
             for p in predictions
         ],
         head,
     )
 
 
-def percent(*fractions: float) -> str:
+def format_percent(*fractions: float) -> str:
     return " to ".join(f"{100 * fraction:+.1f}" for fraction in fractions) + " %"
 
 

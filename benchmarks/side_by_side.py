@@ -35,12 +35,12 @@ def gpu_model(size: int) -> str:
     return "gpt-2" if bytes_each / shared >= ROOM else "mini"
 
 
-def the_group(slow: bool) -> dist.ProcessGroup:
+def select_group(slow: bool) -> dist.ProcessGroup:
     """Return the group of all ranks, on the emulated link if `slow`."""
     return link.create_slow_group(LATENCY, BANDWIDTH) if slow else dist.group.WORLD
 
 
-def alternately(
+def measure_alternately(
     steps: Mapping[str, Step], rounds: int, device: torch.device, told: Mapping[str, str]
 ) -> Times:
     """Return this rank's seconds of `rounds` steps of each contender; contenders take turns.
@@ -49,12 +49,12 @@ def alternately(
     seconds that its step itself returns.
     """
     times: Times = {name: [] for name in [*steps, *told.values()]}
-    outside = [*turns(steps, rounds, device, told, times)]
+    outside = [*run_turns(steps, rounds, device, told, times)]
     assert not outside, "a contender has no step"
     return times
 
 
-def turns(
+def run_turns(
     steps: Mapping[str, Step | None],
     rounds: int,
     device: torch.device,
@@ -100,7 +100,7 @@ def peak(build: Callable[[], Step]) -> int:
         return min(peaks)
 
 
-def slowest(results: list[Times]) -> dict[str, torch.Tensor]:
+def select_slowest_rank(results: list[Times]) -> dict[str, torch.Tensor]:
     """Return for each contender that ran a tensor [rounds] of the slowest rank's seconds."""
     ran = [name for name, seconds in results[0].items() if seconds]
     return {name: torch.tensor([r[name] for r in results]).max(dim=0).values for name in ran}
@@ -115,7 +115,9 @@ def ratio(ratios: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def moving(middle: Mapping[str, float], link: str, size: int, name: str = "") -> float:
+def estimate_moving_seconds(
+    middle: Mapping[str, float], link: str, size: int, name: str = ""
+) -> float:
     """Return the seconds that moving bytes takes from computing: 0 if a core is left for moving.
 
     name: suffix of "work " and "wire " for contenders with messages of their own.
@@ -125,7 +127,7 @@ def moving(middle: Mapping[str, float], link: str, size: int, name: str = "") ->
     return middle.get(f"work {name}".strip(), middle[f"wire {name}".strip()])
 
 
-def one_row(
+def make_row(
     case: str,
     against: str,
     size: int,
@@ -160,13 +162,13 @@ def one_row(
     }
 
 
-def peaks_of(pair: tuple[str, str], peaks: Mapping[str, int]) -> dict[str, Any]:
+def compare_peaks(pair: tuple[str, str], peaks: Mapping[str, int]) -> dict[str, Any]:
     """Return a row's columns on the bytes held by ours and by theirs."""
     ours, theirs = (peaks[name] for name in pair)
     return {"peak_ratio": round(ours / theirs, 4), "peak_bytes": [ours, theirs]}
 
 
-def put_out(rows: list[dict[str, Any]], as_json: bool, **more: Any) -> None:
+def print_rows(rows: list[dict[str, Any]], as_json: bool, **more: Any) -> None:
     """Print rows as one JSON object, with `more`; or as a table, which has the seconds as well."""
     if as_json:
         kept = [{key: row[key] for key in row if key != "seconds"} for row in rows]
@@ -186,31 +188,31 @@ def put_out(rows: list[dict[str, Any]], as_json: bool, **more: Any) -> None:
     )
 
 
-def say(*words: object) -> None:
+def print_progress(*words: object) -> None:
     """Print the current measurement if stderr is a terminal."""
     if sys.stderr.isatty():
         print(", ".join(map(str, words)), "…", file=sys.stderr)
 
 
-def where(link: str, timeout: float = 900.0) -> dict[str, Any]:
+def make_run_options(link: str, timeout: float = 900.0) -> dict[str, Any]:
     """Return options of `ranks.run` for a link; `show` is off, so that warnings are not printed."""
     return {"device": "cuda" if link == "gpu" else "cpu", "timeout": timeout, "show": False}
 
 
-def named(name: str, config: Config) -> str:
+def describe_model(name: str, config: Config) -> str:
     """Return a model's name with its number of parameters."""
     return f"{name}, {count_parameters(config) / 1e6:.1f} M parameters"
 
 
-def counted(text: str) -> int:
+def parse_count(text: str) -> int:
     """Parse a number of ranks or repeats from the command line."""
     value = int(text) if text.isdecimal() else 0
     if not 1 <= value <= ranks.max_world_size():
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed are 1 to {ranks.max_world_size()}")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be 1 to {ranks.max_world_size()}")
     return value
 
 
-def options(
+def parse_options(
     description: str,
     arguments: list[str] | None,
     kinds: Sequence[str] = ("loopback", "slow", "gpu"),
@@ -220,7 +222,7 @@ def options(
     kinds = [kind for kind in kinds if kind != "gpu" or torch.cuda.device_count()]
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="toy sizes: only shows that it runs")
-    parser.add_argument("--ranks", type=counted, nargs="+", default=[2, 4], metavar="N")
+    parser.add_argument("--ranks", type=parse_count, nargs="+", default=[2, 4], metavar="N")
     parser.add_argument("--links", nargs="+", choices=kinds, default=kinds, metavar="LINK")
-    parser.add_argument("--repeats", type=counted, default=5, help="of a few rounds each")
+    parser.add_argument("--repeats", type=parse_count, default=5, help="of a few rounds each")
     return parser.parse_args(arguments)

@@ -53,20 +53,20 @@ import torch.distributed as dist
 from side_by_side import (
     Step,
     Times,
-    alternately,
+    compare_peaks,
+    describe_model,
+    estimate_moving_seconds,
     gpu_model,
-    moving,
-    named,
-    one_row,
-    options,
+    make_row,
+    make_run_options,
+    measure_alternately,
+    parse_options,
     peak,
-    peaks_of,
-    put_out,
+    print_progress,
+    print_rows,
     read_clock,
-    say,
-    slowest,
-    the_group,
-    where,
+    select_group,
+    select_slowest_rank,
 )
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -88,7 +88,9 @@ OURS, THEIRS = "ours", ("parallelize_module", "parallelize_module, tutorial")
 PARTS = "kernels", "messages", "rest"
 
 
-def by_torch(model: GPT, group: dist.ProcessGroup | DeviceMesh, tutorial: bool = False) -> GPT:
+def parallelize_with_torch(
+    model: GPT, group: dist.ProcessGroup | DeviceMesh, tutorial: bool = False
+) -> GPT:
     """Return the model, cut in place by torch, over a group or one axis of a mesh."""
     column, row = ColwiseParallel, RowwiseParallel
     plan: dict[str, Any] = {
@@ -123,7 +125,7 @@ def build(name: str, config: Config, group: dist.ProcessGroup, tokens_BS: torch.
     if name == OURS:
         tensor_parallel.parallelize(model, group)
     else:
-        by_torch(model, group, name.endswith("tutorial"))
+        parallelize_with_torch(model, group, name.endswith("tutorial"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
 
     def step() -> None:
@@ -157,7 +159,7 @@ def shard_of(config: Config, size: int) -> GPT:
     return model.to(ranks.device())
 
 
-def bare(config: Config, size: int, tokens_BS: torch.Tensor, chain: bool) -> Step:
+def make_compute_step(config: Config, size: int, tokens_BS: torch.Tensor, chain: bool) -> Step:
     """Return a step of compute alone. chain: no weight gradients and no optimizer."""
     model, tokens_BS = shard_of(config, size), tokens_BS % (config.vocab // size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
@@ -201,14 +203,14 @@ def batch_of(config: Config, batch: int) -> torch.Tensor:
 
 def measure(config: Config, batch: int, slow: bool, rounds: int, names: Sequence[str]) -> Times:
     """Return this rank's seconds of `rounds` steps of each contender."""
-    tokens_BS, group, device = batch_of(config, batch), the_group(slow), ranks.device()
+    tokens_BS, group, device = batch_of(config, batch), select_group(slow), ranks.device()
     steps = {name: build(name, config, group, tokens_BS) for name in names}
-    steps["compute"] = bare(config, group.size(), tokens_BS, chain=False)
-    steps["chain"] = bare(config, group.size(), tokens_BS, chain=True)
+    steps["compute"] = make_compute_step(config, group.size(), tokens_BS, chain=False)
+    steps["chain"] = make_compute_step(config, group.size(), tokens_BS, chain=True)
     steps["wire"] = messages(config, group, tokens_BS)
     if slow:
         steps["work"] = messages(config, dist.group.WORLD, tokens_BS)
-    return alternately(steps, rounds, device, {"wire": "forward wire"})
+    return measure_alternately(steps, rounds, device, {"wire": "forward wire"})
 
 
 def peak_of(config: Config, batch: int, name: str) -> int:
@@ -227,19 +229,19 @@ def spent_by(config: Config, batch: int, name: str) -> dict[str, float]:
         dist.barrier()
         with profile(activities=[ProfilerActivity.CPU]) as seen, record_function("the step"):
             step()
-        found.append(split(seen.events()))
+        found.append(split_profile(seen.events()))
     calls = cProfile.Profile()
     calls.runcall(step)
     shortest = min(found, key=lambda one: sum(one[part] for part in PARTS))
     return shortest | {"calls": sum(entry.callcount for entry in calls.getstats())}
 
 
-def split(events: Any) -> dict[str, float]:
+def split_profile(events: Any) -> dict[str, float]:
     """Return the parts of a step's profile."""
     (full,) = (e for e in events if e.name == "the step")
     plain, dispatched = operations(full)
     moved = [e for e in events if e.name.startswith(("gloo:", "c10d::", "_c10d_functional::"))]
-    kernels, both = length(plain), length(plain + moved)
+    kernels, both = sum_busy_ms(plain), sum_busy_ms(plain + moved)
     return {
         "kernels": kernels,
         "messages": both - kernels,
@@ -258,7 +260,7 @@ def operations(event: Any) -> tuple[list[Any], int]:
     return [one for plain, _ in found for one in plain], dispatched
 
 
-def length(events: list[Any]) -> float:
+def sum_busy_ms(events: list[Any]) -> float:
     """Return the milliseconds during which at least one of these events runs."""
     total = end = 0.0
     for span in sorted((e.time_range for e in events), key=lambda span: span.start):
@@ -278,23 +280,23 @@ def cases(kind: str, size: int, quick: bool) -> list[tuple[str, Config, int, int
     return [("mini", PRESETS["mini"], 2, 2)] + [("wide", wide, 2, 1)] * (kind == "loopback")
 
 
-def dividing(config: Config, size: int) -> Config:
+def make_divisible_config(config: Config, size: int) -> Config:
     """Return the shape, with heads and vocabulary rounded up to multiples of `size`."""
     heads, vocab = (-(-n // size) * size for n in (config.heads, config.vocab))
     return replace(config, heads=heads, hidden=heads * config.head_size, vocab=vocab)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    chosen = options(__doc__, arguments)
+    chosen = parse_options(__doc__, arguments)
     rows: list[dict[str, Any]] = []
     spent: list[dict[str, Any]] = []
     held: dict[tuple[str, int], dict[str, int]] = {}
     for kind in chosen.links:
-        on = where(kind)
+        on = make_run_options(kind)
         for size in chosen.ranks:
             for name, config, batch, rounds in cases(kind, size, chosen.quick):
-                config = dividing(config, size)
-                say(name, kind, f"{size} ranks")
+                config = make_divisible_config(config, size)
+                print_progress(name, kind, f"{size} ranks")
                 names = [OURS, *(THEIRS[:1] if name == "wide" else THEIRS)]
                 if (name, size) not in held:  # the link does not matter
                     held[name, size] = {
@@ -302,19 +304,19 @@ def main(arguments: list[str] | None = None) -> None:
                         for who in names
                     }
                 how = config, batch, kind == "slow", rounds * chosen.repeats, names
-                times = slowest(ranks.run(measure, size, *how, **on))
+                times = select_slowest_rank(ranks.run(measure, size, *how, **on))
 
                 def floor(middle: dict[str, float], size: int = size, kind: str = kind) -> float:
                     return max(
                         middle["compute"] + middle["forward wire"],
                         middle["chain"] + middle["wire"],
-                        middle["compute"] + moving(middle, kind, size),
+                        middle["compute"] + estimate_moving_seconds(middle, kind, size),
                     )
 
-                case = f"{named(name, config)}, {batch * config.seq} tokens"
+                case = f"{describe_model(name, config)}, {batch * config.seq} tokens"
                 for theirs in names[1:]:
                     given = case, theirs, size, kind, times, chosen.repeats, floor, (OURS, theirs)
-                    rows.append(one_row(*given, **peaks_of((OURS, theirs), held[name, size])))
+                    rows.append(make_row(*given, **compare_peaks((OURS, theirs), held[name, size])))
                 if kind != "loopback":
                     continue
                 for who in names:
@@ -322,7 +324,7 @@ def main(arguments: list[str] | None = None) -> None:
                     shortest = min(told, key=lambda one: sum(one[part] for part in PARTS))
                     numbers = {k: round(v, 1) if k in PARTS else v for k, v in shortest.items()}
                     spent.append({"case": f"{who}: {name}", "ranks": size, **numbers})
-    put_out(rows, chosen.json, where=spent)
+    print_rows(rows, chosen.json, where=spent)
     if not chosen.json:
         head = ["where the time goes", "ranks", *(f"{part} (ms)" for part in PARTS)]
         head += ["operations", "dispatched by DTensor", "calls of Python functions"]

@@ -25,7 +25,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from side_by_side import one_row, options, put_out, say
+from side_by_side import make_row, parse_options, print_progress, print_rows
 
 from shardlab import ranks
 from shardlab import tensor_parallel as tp
@@ -58,11 +58,11 @@ def measure(layers: int, hidden: int, rounds: int) -> dict[str, list[float]]:
         model.zero_grad()
         tp.vocab_parallel_loss(model(tokens), targets, group).backward()
 
-    def ours() -> None:
+    def run_ours() -> None:
         with tt.check_types(tp=group):
             step()
 
-    def theirs() -> None:
+    def run_torch() -> None:
         with typecheck():
             step()
 
@@ -72,7 +72,7 @@ def measure(layers: int, hidden: int, rounds: int) -> dict[str, list[float]]:
             spmd_rules.declare_types(parameter, tp=words[name])
         for x in (tokens, targets):
             spmd_rules.declare_types(x, tp="R")
-        contenders = {"plain": step, "ours": ours, "theirs": theirs}
+        contenders = {"plain": step, "ours": run_ours, "theirs": run_torch}
         for number in range(-WARM_UP, rounds):
             order = list(contenders)
             for name in order if number % 2 else reversed(order):
@@ -84,7 +84,7 @@ def measure(layers: int, hidden: int, rounds: int) -> dict[str, list[float]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    chosen = options(__doc__, arguments, kinds=("loopback", "gpu"))
+    chosen = parse_options(__doc__, arguments, kinds=("loopback", "gpu"))
     if importlib.util.find_spec("spmd_types") is None:
         print("nothing to compare with: pip install spmd_types==0.3.1", file=sys.stderr)
         if chosen.json:
@@ -96,12 +96,12 @@ def main(arguments: list[str] | None = None) -> None:
     # A check computes nothing that a GPU would speed up: there is no row for the GPU link.
     for size in chosen.ranks if "loopback" in chosen.links else []:
         for layers, hidden in shapes:
-            say(f"{layers} layers of {hidden}", f"{size} ranks")
+            print_progress(f"{layers} layers of {hidden}", f"{size} ranks")
             found = ranks.run_with_fake_group(measure, size, layers, hidden, rounds, timeout=600)
             times = {name: torch.tensor(seconds) for name, seconds in found.items()}
             given = f"{layers} layers, h = {hidden}", "spmd_types", size, "loopback", times
-            rows.append(one_row(*given, chosen.repeats, lambda middle: middle["plain"]))
-    put_out(rows, chosen.json)
+            rows.append(make_row(*given, chosen.repeats, lambda middle: middle["plain"]))
+    print_rows(rows, chosen.json)
 
 
 if __name__ == "__main__":

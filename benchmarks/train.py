@@ -50,15 +50,15 @@ from side_by_side import (
     WARM_UP,
     Step,
     Times,
+    describe_model,
     gpu_model,
-    named,
-    one_row,
-    options,
-    put_out,
-    say,
-    slowest,
-    turns,
-    where,
+    make_row,
+    make_run_options,
+    parse_options,
+    print_progress,
+    print_rows,
+    run_turns,
+    select_slowest_rank,
 )
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
@@ -182,7 +182,7 @@ def time_steps(config: Config, strategy: str, batch: int, rounds: int, folder: P
     floor, bare_losses = make_bare_step(config, strategy, batch, steps)
     contenders = {"ours": ours, "theirs": None, "bare": floor}
     times: Times = {name: [] for name in contenders}
-    taken = turns(contenders, rounds, ranks.device(), {}, times)
+    taken = run_turns(contenders, rounds, ranks.device(), {}, times)
     run_lightning(config, strategy, InTurn(make_batches(config, batch), taken, steps), folder)
     means = [core.average_over_ranks(value).item() for value in bare_losses]
     if dist.get_rank() == 0:
@@ -204,7 +204,7 @@ def list_cases(kind: str, size: int, quick: bool) -> list[tuple[str, int, int]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    chosen = options(__doc__, arguments, ("loopback", "gpu"))
+    chosen = parse_options(__doc__, arguments, ("loopback", "gpu"))
     if importlib.util.find_spec("pytorch_lightning") is None:
         print("no rows: pytorch-lightning is not installed here", file=sys.stderr)
         chosen.links = []
@@ -216,15 +216,18 @@ def main(arguments: list[str] | None = None) -> None:
             for (name, batch, rounds), strategy in itertools.product(
                 list_cases(kind, size, chosen.quick), STRATEGIES
             ):
-                say(strategy, name, kind, f"{size} ranks")
+                print_progress(strategy, name, kind, f"{size} ranks")
                 config = PRESETS[name]
                 with tempfile.TemporaryDirectory() as folder:
                     how = config, strategy, batch, rounds * chosen.repeats, Path(folder)
-                    times = slowest(ranks.run(time_steps, size, *how, **where(kind)))
-                case = f"{strategy}: {named(name, config)}, {batch * config.seq} tokens a rank"
+                    times = select_slowest_rank(
+                        ranks.run(time_steps, size, *how, **make_run_options(kind))
+                    )
+                model = describe_model(name, config)
+                case = f"{strategy}: {model}, {batch * config.seq} tokens a rank"
                 given = case, "Lightning's Trainer", size, kind, times, chosen.repeats
-                rows.append(one_row(*given, lambda middle: middle["bare"]))
-    put_out(rows, chosen.json)
+                rows.append(make_row(*given, lambda middle: middle["bare"]))
+    print_rows(rows, chosen.json)
 
 
 if __name__ == "__main__":

@@ -44,20 +44,20 @@ import torch.distributed as dist
 from side_by_side import (
     Step,
     Times,
-    alternately,
+    compare_peaks,
+    describe_model,
+    estimate_moving_seconds,
     gpu_model,
-    moving,
-    named,
-    one_row,
-    options,
+    make_row,
+    make_run_options,
+    measure_alternately,
+    parse_options,
     peak,
-    peaks_of,
-    put_out,
+    print_progress,
+    print_rows,
     read_clock,
-    say,
-    slowest,
-    the_group,
-    where,
+    select_group,
+    select_slowest_rank,
 )
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -144,7 +144,7 @@ def deepspeed_step(
     return run_step
 
 
-def bare(config: Config, group: dist.ProcessGroup, tokens_BS: torch.Tensor) -> Step:
+def make_compute_step(config: Config, group: dist.ProcessGroup, tokens_BS: torch.Tensor) -> Step:
     """Return a step of compute alone, with a shard for the optimizer; it returns its seconds."""
     plain = GPT(config).to(tokens_BS.device)
     like = zero.Zero3(GPT(config).to(tokens_BS.device), group)
@@ -192,15 +192,15 @@ def batch_of(config: Config, batch: int) -> torch.Tensor:
 
 def measure(config: Config, batch: int, slow: bool, rounds: int, names: Sequence[str]) -> Times:
     """Return this rank's seconds of `rounds` steps of each contender."""
-    tokens_BS, group, device = batch_of(config, batch), the_group(slow), ranks.device()
+    tokens_BS, group, device = batch_of(config, batch), select_group(slow), ranks.device()
     steps = {name: build(name, config, group, tokens_BS) for name in names}
-    steps["compute"] = bare(config, dist.group.WORLD, tokens_BS)
+    steps["compute"] = make_compute_step(config, dist.group.WORLD, tokens_BS)
     for name in OURS:
         if name in names:
             steps[f"wire {name}"] = messages(name, config, group)
             if slow:
                 steps[f"work {name}"] = messages(name, config, dist.group.WORLD)
-    return alternately(steps, rounds, device, {"compute": "optimizer"})
+    return measure_alternately(steps, rounds, device, {"compute": "optimizer"})
 
 
 def peak_of(config: Config, batch: int, name: str) -> int:
@@ -210,7 +210,7 @@ def peak_of(config: Config, batch: int, name: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    chosen = options(__doc__, arguments)
+    chosen = parse_options(__doc__, arguments)
     pairs = ROWS
     if not importlib.util.find_spec("deepspeed"):
         pairs = [pair for pair in ROWS if "DeepSpeed" not in pair[1]]
@@ -224,27 +224,27 @@ def main(arguments: list[str] | None = None) -> None:
                 preset, batch, rounds = "nano", 1, 1
             else:
                 preset, batch, rounds = (gpu_model(size), 4, 4) if kind == "gpu" else ("mini", 2, 4)
-            config, on = PRESETS[preset], where(kind)
-            say(kind, f"{size} ranks")
+            config, on = PRESETS[preset], make_run_options(kind)
+            print_progress(kind, f"{size} ranks")
             if (preset, size) not in held:  # the link does not matter
                 held[preset, size] = {
                     name: max(ranks.run(peak_of, size, config, batch, name, **on)) for name in names
                 }
             total = rounds * chosen.repeats
             results = ranks.run(measure, size, config, batch, kind == "slow", total, names, **on)
-            case = f"{named(preset, config)}, {batch * config.seq} tokens a rank"
-            given = size, kind, slowest(results), chosen.repeats
+            case = f"{describe_model(preset, config)}, {batch * config.seq} tokens a rank"
+            given = size, kind, select_slowest_rank(results), chosen.repeats
             for ours, theirs in pairs:
 
                 def floor(middle: dict[str, float], ours: str = ours, at: Any = given) -> float:
-                    full = middle["compute"] + moving(middle, at[1], at[0], ours)
+                    full = middle["compute"] + estimate_moving_seconds(middle, at[1], at[0], ours)
                     return max(full, middle["optimizer"] + middle[f"wire {ours}"])
 
-                more = peaks_of((ours, theirs), held[preset, size])
+                more = compare_peaks((ours, theirs), held[preset, size])
                 rows.append(
-                    one_row(f"{ours}: {case}", theirs, *given, floor, (ours, theirs), **more)
+                    make_row(f"{ours}: {case}", theirs, *given, floor, (ours, theirs), **more)
                 )
-    put_out(rows, chosen.json)
+    print_rows(rows, chosen.json)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ INK = show.INK
 COLORS = show.RANK_COLORS
 
 
-def _piece(
+def _draw_piece(
     axes: Axes, x: float, y: float, width: float, height: float, color: str, words: str = ""
 ) -> None:
     axes.add_patch(Rectangle((x, y), width, height, fc=color, ec=INK, lw=0.8))
@@ -35,13 +35,13 @@ def draw_shards() -> None:
     places = [left + r * (width + gap) for r in range(4)]
     for rank, x in enumerate(places):
         draw_title(axes, x + width / 2, 0.15, f"rank {rank}")
-        _piece(axes, x, 0.32, width, 0.62, COLORS[rank], "quarter of\nall tensors")
+        _draw_piece(axes, x, 0.32, width, 0.62, COLORS[rank], "quarter of\nall tensors")
         draw_arrow(axes, (x + width / 2, 0.98), (x + width / 2, 1.6))
     axes.text(left, 1.29, "save", va="center", ha="left", weight="bold")
     folder = Rectangle((0.06, 1.66), 6.08, 1.12, fill=False, ec=INK, lw=1.4, ls=(0, (4, 2)))
     axes.add_patch(folder)
     for rank, x in enumerate(places):
-        _piece(axes, x, 1.78, width, 0.42, COLORS[rank], f"__{rank}_0.distcp")
+        _draw_piece(axes, x, 1.78, width, 0.42, COLORS[rank], f"__{rank}_0.distcp")
     words = ".metadata: which piece of which tensor stands where"
     draw_box(axes, places[0], 2.28, 4 * width + 3 * gap, 0.4, words)
     halves = 2 * width + gap
@@ -51,7 +51,7 @@ def draw_shards() -> None:
             source = 2 * rank + part
             middle = places[source] + width / 2
             draw_arrow(axes, (middle, 2.82), (middle, 3.5))
-            _piece(axes, x + part * halves / 2, 3.54, halves / 2, 0.5, COLORS[source])
+            _draw_piece(axes, x + part * halves / 2, 3.54, halves / 2, 0.5, COLORS[source])
         outline = Rectangle((x, 3.54), halves, 0.5, fill=False, ec=COLORS[rank], lw=4)
         axes.add_patch(outline)
         draw_title(axes, x + halves / 2, 4.22, f"rank {rank} of 2: half of all tensors")
@@ -125,27 +125,27 @@ def draw_async() -> None:
     def draw_row(y: float, words: str) -> None:
         axes.text(left - 0.12, y + 0.2, words, ha="right", va="center")
 
-    def steps(y: float, start: float, count: int, first: int) -> None:
+    def draw_steps(y: float, start: float, count: int, first: int) -> None:
         for i in range(count):
             x = left + unit * (start + i)
-            _piece(axes, x, y, unit * 0.96, 0.4, COLORS[0], f"{first + i}")
+            _draw_piece(axes, x, y, unit * 0.96, 0.4, COLORS[0], f"{first + i}")
 
     draw_title(axes, 0.05, 0.16, "at once", ha="left")
     draw_row(0.36, "training")
-    steps(0.36, 0, 2, 1)
-    steps(0.36, 5, 3, 3)
+    draw_steps(0.36, 0, 2, 1)
+    draw_steps(0.36, 5, 3, 3)
     draw_row(0.86, "writing")
-    _piece(axes, left + 2 * unit, 0.86, 3 * unit, 0.4, COLORS[4], "write")
+    _draw_piece(axes, left + 2 * unit, 0.86, 3 * unit, 0.4, COLORS[4], "write")
     style = {"ha": "center", "va": "center", "fontsize": 10}
     axes.text(left + 3.5 * unit, 0.56, "held up", **style)
 
     draw_title(axes, 0.05, 1.66, "in the background", ha="left")
     draw_row(1.86, "training")
-    steps(1.86, 0, 2, 1)
-    steps(1.86, 2.5, 5, 3)
-    _piece(axes, left + 2 * unit, 1.86, 0.47 * unit, 0.4, COLORS[7])
+    draw_steps(1.86, 0, 2, 1)
+    draw_steps(1.86, 2.5, 5, 3)
+    _draw_piece(axes, left + 2 * unit, 1.86, 0.47 * unit, 0.4, COLORS[7])
     draw_row(2.36, "writing")
-    _piece(axes, left + 2.5 * unit, 2.36, 3 * unit, 0.4, COLORS[4], "write the copy")
+    _draw_piece(axes, left + 2.5 * unit, 2.36, 3 * unit, 0.4, COLORS[4], "write the copy")
     draw_arrow(axes, (left + 2.23 * unit, 2.95), (left + 2.23 * unit, 2.3))
     words = "copy: the state after step 2, whatever steps 3 to 5 do"
     axes.text(left + 2.0 * unit, 3.08, words, ha="left", va="center", fontsize=10)

@@ -35,7 +35,7 @@ N = 4
 Corner = tuple[float, float, float, float]  # left, top, width, height: inches
 
 
-def tile(axes: Axes, place: Corner, rank: int, text: str = "", **look: object) -> None:
+def draw_tile(axes: Axes, place: Corner, rank: int, text: str = "", **look: object) -> None:
     """Draw a box in a rank's colour."""
     left, top, wide, high = place
     axes.add_patch(Rectangle((left, top), wide, high, lw=0, fc=COLORS[rank]))
@@ -45,7 +45,7 @@ def tile(axes: Axes, place: Corner, rank: int, text: str = "", **look: object) -
     )
 
 
-def empty(axes: Axes, place: Corner, **look: object) -> None:
+def draw_blank(axes: Axes, place: Corner, **look: object) -> None:
     left, top, wide, high = place
     look = {"ls": (0, (2, 2)), "lw": 0.7, "alpha": 0.5, **look}
     axes.add_patch(Rectangle((left, top), wide, high, fill=False, ec=INK, **look))
@@ -66,8 +66,8 @@ def ring() -> Figure:
         for rank in range(N):
             y, source = 0.62 + rank * row, (rank - step) % N
             draw_text(axes, 0.6, y + size / 2, f"rank {rank}" * (step == 0), ha="right")
-            tile(axes, (x, y, size, size), rank, str(rank))
-            tile(axes, (x + size, y, size, size), source, str(source))
+            draw_tile(axes, (x, y, size, size), rank, str(rank))
+            draw_tile(axes, (x + size, y, size, size), source, str(source))
             if step < N - 1:
                 low = 0.62 + (rank + 1) % N * row + size / 2
                 begin, end = (x + 2 * size + 0.04, y + size / 2), (x + turn - 0.05, low)
@@ -75,7 +75,7 @@ def ring() -> Figure:
     return figure
 
 
-def work(layout: str, rank: int) -> list[float]:
+def count_squares(layout: str, rank: int) -> list[float]:
     """Return a rank's compute in each turn of the ring, in squares of a rank's tokens."""
     tokens = 2**14  # so many that half a square plus half its diagonal rounds to half a square
     return [pairs / tokens**2 for pairs in cp.count_pairs_by_turn(layout, tokens * N, N)[rank]]
@@ -103,17 +103,17 @@ def zigzag() -> Figure:
             for k in range(pieces):
                 x = left + k * size
                 if k < q:
-                    tile(axes, (x, y, size, size), owner[q])
+                    draw_tile(axes, (x, y, size, size), owner[q])
                 else:
-                    empty(axes, (x, y, size, size), alpha=0.3)
+                    draw_blank(axes, (x, y, size, size), alpha=0.3)
                 if k == q:
                     corners = [(x, y), (x, y + size), (x + size, y + size)]
                     axes.add_patch(Polygon(corners, fc=COLORS[owner[q]], ec=INK, lw=0.8))
         for rank in range(N):
-            done = sum(work(layout, rank))
+            done = sum(count_squares(layout, rank))
             y = 2.62 + rank * 0.28
             draw_text(axes, left - 0.06, y + 0.1, f"rank {rank}", ha="right", fontsize=SMALL)
-            tile(axes, (left, y, done * 0.5, 0.2), rank)
+            draw_tile(axes, (left, y, done * 0.5, 0.2), rank)
             draw_text(axes, left + done * 0.5 + 0.2, y + 0.1, f"{done * 2:.0f}/16", fontsize=SMALL)
     return figure
 
@@ -133,13 +133,15 @@ def idle() -> Figure:
         for rank in range(N):
             y, now = top + rank * (tall + 0.03), 0.0
             draw_text(axes, left - 0.08, y + tall / 2, f"rank {rank}", ha="right", fontsize=SMALL)
-            for step, area in enumerate(work(layout, rank)):
+            for step, area in enumerate(count_squares(layout, rank)):
                 if area:
                     source = (rank - step) % N
-                    tile(axes, (left + now * unit, y, area * unit, tall), source, f"KV {source}")
+                    draw_tile(
+                        axes, (left + now * unit, y, area * unit, tall), source, f"KV {source}"
+                    )
                     now += area
-            wait = max(sum(work(layout, r)) for r in range(N)) - now
-            empty(axes, (left + now * unit, y, wait * unit, tall))
+            wait = max(sum(count_squares(layout, r)) for r in range(N)) - now
+            draw_blank(axes, (left + now * unit, y, wait * unit, tall))
     draw_arrow(axes, (left, 3.28), (left + 3.5 * unit, 3.28), lw=1)
     draw_text(axes, left - 0.08, 3.28, "time", ha="right", fontsize=SMALL)
     return figure
@@ -160,7 +162,7 @@ def ulysses() -> Figure:
             draw_text(axes, left - 0.16, top + (i + 0.5) * size, f"s{i}", fontsize=SMALL)
             for j in range(N):
                 owner = j if number == 1 else i
-                tile(axes, (left + j * size, top + i * size, size, size), owner, str(owner))
+                draw_tile(axes, (left + j * size, top + i * size, size, size), owner, str(owner))
         if number < 2:
             draw_arrow(axes, (end, top + 2 * size), (end + 0.44, top + 2 * size))
             draw_text(axes, end + 0.2, top + 2 * size - 0.25, "all-\nto-all", fontsize=SMALL)
@@ -183,13 +185,13 @@ def merge() -> Figure:
         draw_title(axes, left + unit, 0.14, f"block {number}", fontsize=10)
         for i, (high, value) in enumerate(scores):
             x = left + i * unit
-            tile(axes, (x, base - high * unit, unit, high * unit), number, f"{high:g}")
+            draw_tile(axes, (x, base - high * unit, unit, high * unit), number, f"{high:g}")
             draw_text(axes, x + unit / 2, base + 0.16, f"{value:g}")
         size = sum(part for part, _ in scores)
         out = sum(part * value for part, value in scores) / size
         draw_text(axes, left + unit, base + 0.6, f"L = log {size:g}\noutput {out:g}")
         bottom -= size / total
-        tile(axes, (4.5, bottom, 0.8, size / total), number, f"{size / total:g}")
+        draw_tile(axes, (4.5, bottom, 0.8, size / total), number, f"{size / total:g}")
         merged.append(f"{size / total:g} · {out:g}")
     draw_arrow(axes, (3.55, 1.0), (4.2, 1.0))
     draw_title(axes, 4.9, 0.14, "merged", fontsize=10)

@@ -15,7 +15,7 @@ INK = show.INK
 COLORS = show.RANK_COLORS
 
 
-def _words(axes: Axes, x: float, y: float, text: str, **changes: object) -> None:
+def _draw_text(axes: Axes, x: float, y: float, text: str, **changes: object) -> None:
     axes.text(x, y, text, **{"va": "center", "fontsize": 10, **changes})
 
 
@@ -45,15 +45,17 @@ def draw_wraps() -> None:
         axes.add_patch(Rectangle((x, 0.05), width, 1.3, fill=False, ec=INK, lw=0.8))
         draw_title(axes, x + width / 2, 0.24, call, fontsize=10.5, family="monospace")
         for n, line in enumerate(lines):
-            _words(axes, x + width / 2, 0.56 + 0.28 * n, line, ha="center", fontsize=9.5)
+            _draw_text(axes, x + width / 2, 0.56 + 0.28 * n, line, ha="center", fontsize=9.5)
     draw_title(axes, 0.05, 1.65, "where each state lives, on four ranks", ha="left")
-    _words(axes, 6.15, 1.65, "striped: all of it; one colour: a quarter", ha="right", fontsize=9)
+    _draw_text(
+        axes, 6.15, 1.65, "striped: all of it; one colour: a quarter", ha="right", fontsize=9
+    )
     kinds = [("parameters", 3), ("gradients", 2), ("optimizer", 1)]
     for i, (kind, _) in enumerate(kinds):
-        _words(axes, 1.2 + 1.72 * i + 0.66, 1.93, kind, ha="center")
+        _draw_text(axes, 1.2 + 1.72 * i + 0.66, 1.93, kind, ha="center")
     for stage in range(4):
         y = 2.12 + 0.46 * stage
-        _words(axes, 0.05, y + 0.17, f"stage {stage}")
+        _draw_text(axes, 0.05, y + 0.17, f"stage {stage}")
         for i, (_, since) in enumerate(kinds):
             for rank in range(4):
                 x = 1.2 + 1.72 * i + 0.33 * rank
@@ -62,11 +64,13 @@ def draw_wraps() -> None:
                 draw_cell(axes, x, y, 0.3, holds, str(rank) if cut else "")
     y = 4.0
     axes.plot([0.05, 6.15], [y + 0.04, y + 0.04], color=INK, lw=0.8, ls=(0, (3, 2)))
-    _words(axes, 0.05, y + 0.26, "the host's memory", weight="bold")
+    _draw_text(axes, 0.05, y + 0.26, "the host's memory", weight="bold")
     draw_arrow(axes, (5.3, y - 0.06), (5.3, y + 0.42))
     draw_arrow(axes, (1.86, y - 0.06), (1.86, y + 0.42))
-    _words(axes, 5.3, y + 0.58, "offload_optimizer", ha="center", family="monospace", fontsize=9.5)
-    _words(axes, 1.86, y + 0.58, "offload_param", ha="center", family="monospace", fontsize=9.5)
+    _draw_text(
+        axes, 5.3, y + 0.58, "offload_optimizer", ha="center", family="monospace", fontsize=9.5
+    )
+    _draw_text(axes, 1.86, y + 0.58, "offload_param", ha="center", family="monospace", fontsize=9.5)
     show.save_svg(
         figure,
         HERE / "deepspeed_engine_wraps.svg",
@@ -83,12 +87,12 @@ def draw_wraps() -> None:
 def draw_batch() -> None:
     figure, axes = make_canvas(6.2, 2.95)
     micro, parts, size = 2, 2, 0.42
-    _words(axes, 2.12, 0.2, "micro-batch 0", ha="center")
-    _words(axes, 3.62, 0.2, "micro-batch 1", ha="center")
-    _words(axes, 5.2, 0.2, "then", ha="center")
+    _draw_text(axes, 2.12, 0.2, "micro-batch 0", ha="center")
+    _draw_text(axes, 3.62, 0.2, "micro-batch 1", ha="center")
+    _draw_text(axes, 5.2, 0.2, "then", ha="center")
     for rank in range(2):
         y = 0.45 + 0.75 * rank
-        _words(axes, 0.1, y + size / 2, f"rank {rank}", weight="bold", fontsize=11)
+        _draw_text(axes, 0.1, y + size / 2, f"rank {rank}", weight="bold", fontsize=11)
         for part in range(parts):
             x = 1.66 + 1.5 * part
             for sequence in range(micro):
@@ -106,7 +110,7 @@ def draw_batch() -> None:
         (5.2, "8", "train batch"),
     ):
         draw_title(axes, x, y, number, fontsize=15)
-        _words(axes, x, y + 0.34, name, ha="center")
+        _draw_text(axes, x, y + 0.34, name, ha="center")
     for x, sign in ((1.37, "×"), (2.84, "×"), (4.35, "=")):
         draw_title(axes, x, y, sign, fontsize=14)
     show.save_svg(
@@ -120,39 +124,39 @@ def draw_batch() -> None:
 
 def draw_checkpoint() -> None:
     figure, axes = make_canvas(6.2, 5.25)
-    _words(axes, 0.05, 0.18, "two ranks train, stage 3", weight="bold")
+    _draw_text(axes, 0.05, 0.18, "two ranks train, stage 3", weight="bold")
     for rank in range(2):
         y = 0.42 + 0.62 * rank
         draw_box(axes, 0.05, y, 1.6, 0.5, f"half {rank} of all", COLORS[rank])
     draw_arrow(axes, (1.72, 0.98), (2.42, 0.98))
-    _words(axes, 2.05, 0.76, "save", ha="center")
-    _words(axes, 2.5, 0.18, "folder, tag step3", weight="bold")
+    _draw_text(axes, 2.05, 0.76, "save", ha="center")
+    _draw_text(axes, 2.5, 0.18, "folder, tag step3", weight="bold")
     axes.add_patch(Rectangle((2.46, 0.36), 3.68, 1.72, fill=False, ec=INK, lw=0.8))
-    _words(axes, 2.98, 0.52, "model", ha="center")
-    _words(axes, 4.72, 0.52, "optimizer, master weights", ha="center")
+    _draw_text(axes, 2.98, 0.52, "model", ha="center")
+    _draw_text(axes, 4.72, 0.52, "optimizer, master weights", ha="center")
     for rank in range(2):
         y = 0.66 + 0.48 * rank
         draw_box(axes, 2.56, y, 0.84, 0.4, "no weights", "none")
         draw_box(axes, 3.5, y, 2.54, 0.4, f"half {rank}, float32", COLORS[rank])
-    _words(axes, 2.56, 1.88, "latest: says step3", family="monospace", fontsize=9.5)
+    _draw_text(axes, 2.56, 1.88, "latest: says step3", family="monospace", fontsize=9.5)
     draw_arrow(axes, (2.6, 2.12), (1.4, 2.82))
-    _words(axes, 1.8, 2.35, "load", ha="right")
+    _draw_text(axes, 1.8, 2.35, "load", ha="right")
     draw_arrow(axes, (4.9, 2.12), (4.9, 2.82))
-    _words(axes, 4.8, 2.45, "plain_state_dict", ha="right", family="monospace")
-    _words(axes, 0.05, 3.0, "as many ranks, same stage", weight="bold")
+    _draw_text(axes, 4.8, 2.45, "plain_state_dict", ha="right", family="monospace")
+    _draw_text(axes, 0.05, 3.0, "as many ranks, same stage", weight="bold")
     for rank in range(2):
         draw_box(axes, 0.05 + 1.2 * rank, 3.2, 1.12, 0.46, f"half {rank}", COLORS[rank])
-    _words(axes, 0.05, 3.88, "training goes on, bit for bit")
-    _words(axes, 3.0, 3.0, "anywhere, without DeepSpeed", weight="bold")
+    _draw_text(axes, 0.05, 3.88, "training goes on, bit for bit")
+    _draw_text(axes, 3.0, 3.0, "anywhere, without DeepSpeed", weight="bold")
     for rank in range(2):
         axes.add_patch(Rectangle((3.0 + 1.5 * rank, 3.2), 1.5, 0.46, fc=COLORS[rank], lw=0))
     axes.add_patch(Rectangle((3.0, 3.2), 3.0, 0.46, fill=False, ec=INK, lw=0.8))
-    _words(axes, 3.75, 3.43, "name: weight", ha="center", color="#ffffff", fontsize=11)
-    _words(axes, 5.25, 3.43, "name: weight", ha="center", color="#000000", fontsize=11)
-    _words(axes, 3.0, 3.88, "no optimizer: for inference, or a new start")
+    _draw_text(axes, 3.75, 3.43, "name: weight", ha="center", color="#ffffff", fontsize=11)
+    _draw_text(axes, 5.25, 3.43, "name: weight", ha="center", color="#000000", fontsize=11)
+    _draw_text(axes, 3.0, 3.88, "no optimizer: for inference, or a new start")
     draw_arrow(axes, (2.8, 2.12), (2.8, 4.2))
-    _words(axes, 2.7, 4.12, "to_universal", ha="right", family="monospace")
-    _words(axes, 0.05, 4.42, "any number of ranks, same stage", weight="bold")
+    _draw_text(axes, 2.7, 4.12, "to_universal", ha="right", family="monospace")
+    _draw_text(axes, 0.05, 4.42, "any number of ranks, same stage", weight="bold")
     for rank in range(4):
         draw_box(axes, 0.05 + 1.54 * rank, 4.6, 1.46, 0.46, f"quarter {rank}", COLORS[rank])
     show.save_svg(

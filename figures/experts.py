@@ -32,13 +32,13 @@ Token = tuple[int, int]  # its rank, the expert that it goes to
 CHOSEN = [[2, 0, 2, 1], [2, 3, 0, 2]]  # expert of each rank's four tokens
 
 
-def column(axes: Axes, x: float, y: float, tokens: list[Token]) -> None:
+def draw_column(axes: Axes, x: float, y: float, tokens: list[Token]) -> None:
     """Draw tokens one below the other."""
     for number, (rank, expert) in enumerate(tokens):
         draw_cell(axes, x, y + number * SIZE, SIZE, (rank,), str(expert))
 
 
-def frame(axes: Axes, x: float, y: float, rows: int, text: str) -> None:
+def draw_frame(axes: Axes, x: float, y: float, rows: int, text: str) -> None:
     """Draw an expert's network as a frame around its rows."""
     axes.add_patch(
         Rectangle((x - 0.05, y - 0.04), SIZE + 0.1, rows * SIZE + 0.08, fill=False, ec=INK, lw=1.2)
@@ -46,7 +46,7 @@ def frame(axes: Axes, x: float, y: float, rows: int, text: str) -> None:
     draw_text(axes, x + SIZE + 0.1, y + rows * SIZE / 2, text, ha="left", fontsize=SMALL)
 
 
-def exchange(axes: Axes, x: float, top: float, bottom: float) -> None:
+def draw_exchange(axes: Axes, x: float, top: float, bottom: float) -> None:
     """Draw an all-to-all as a box across the ranks."""
     axes.add_patch(Rectangle((x, top), 0.24, bottom - top, fill=False, ec=INK, lw=1.4))
     draw_text(axes, x + 0.12, (top + bottom) / 2, "all-to-all", rotation=90)
@@ -64,16 +64,16 @@ def layer() -> Figure:
     heads = (0.66, "tokens"), (1.27, "sorted"), (2.6, "experts"), (3.79, "back"), (4.4, "in order")
     for x, name in heads:
         draw_title(axes, x, 0.17, name, fontsize=10)
-    exchange(axes, 1.58, 0.4, 3.05)
-    exchange(axes, 3.36, 0.4, 3.05)
+    draw_exchange(axes, 1.58, 0.4, 3.05)
+    draw_exchange(axes, 3.36, 0.4, 3.05)
     tokens = [[(rank, expert) for expert in CHOSEN[rank]] for rank in range(2)]
     ordered = [sorted(mine, key=lambda token: token[1]) for mine in tokens]
     for rank, top in enumerate(tops):
         draw_text(axes, 0.48, top + 2 * SIZE, f"rank {rank}", ha="right")
-        column(axes, 0.55, top, tokens[rank])
-        column(axes, 1.15, top, ordered[rank])
-        column(axes, 3.71, top, ordered[rank])
-        column(axes, 4.31, top, tokens[rank])
+        draw_column(axes, 0.55, top, tokens[rank])
+        draw_column(axes, 1.15, top, ordered[rank])
+        draw_column(axes, 3.71, top, ordered[rank])
+        draw_column(axes, 4.31, top, tokens[rank])
         for start, end in ((0.81, 1.12), (1.41, 1.56), (3.62, 3.7), (3.97, 4.28)):
             if end - start > 0.1:
                 draw_arrow(
@@ -83,8 +83,8 @@ def layer() -> Figure:
         y = (0.55, 1.62)[rank]
         for expert in (2 * rank, 2 * rank + 1):
             rows = [token for mine in ordered for token in mine if token[1] == expert]
-            column(axes, 2.32, y, rows)
-            frame(axes, 2.32, y, len(rows), f"expert {expert}")
+            draw_column(axes, 2.32, y, rows)
+            draw_frame(axes, 2.32, y, len(rows), f"expert {expert}")
             y += len(rows) * SIZE + 0.16
     for rank, (top, high) in enumerate(((0.5, 3), (1.57, 5))):
         middle = top + (high * SIZE + 0.3) / 2

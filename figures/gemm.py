@@ -212,7 +212,7 @@ def draw_summa() -> None:
     figure, axes = make_canvas(6.7, 4.35)
     side = 1.05
 
-    def block(r: int, c: int) -> Cell:
+    def get_owner(r: int, c: int) -> Cell:
         return (2 * r + c,)
 
     # Left: the grid. Right: two steps. Each broadcasts a column of A's blocks along the rows of
@@ -221,7 +221,7 @@ def draw_summa() -> None:
         draw_title(axes, 0.05, y - 0.38, f"step {step + 1}", ha="left")
         for x, letter in ((0.35, "A"), (1.9, "B")):
             axes.text(x + side / 2, y - 0.14, letter, ha="center", va="center")
-            draw_sheet(axes, x, y, side, side, (2, 2), block)
+            draw_sheet(axes, x, y, side, side, (2, 2), get_owner)
             for other in range(2):
                 color = INK
                 if letter == "A":

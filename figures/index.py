@@ -43,7 +43,7 @@ class Box:
         return self.top + PAD + TITLE / 2
 
 
-def direct(index: Index) -> dict[str, list[str]]:
+def find_direct_needs(index: Index) -> dict[str, list[str]]:
     """Return each lesson's direct prerequisites, without those that follow from others."""
     behind: dict[str, set[str]] = {}  # all direct and indirect prerequisites of a topic
     needs: dict[str, list[str]] = {}
@@ -54,10 +54,10 @@ def direct(index: Index) -> dict[str, list[str]]:
     return needs
 
 
-def alt(index: Index) -> str:
+def describe_map(index: Index) -> str:
     """Return the alternative text of the map."""
     title = {name: topic.title for name, topic in index.topics.items()}
-    needs = direct(index)
+    needs = find_direct_needs(index)
     said = [
         f"{join_words([title[name] for name, others in needs.items() if not others])} need none"
     ]
@@ -74,10 +74,10 @@ def layout(index: Index) -> list[Box]:
     """Return the boxes from top to bottom."""
     place = list(index.topics)
     title = {name: topic.title for name, topic in index.topics.items()}
-    needs = direct(index)
+    needs = find_direct_needs(index)
     boxes: list[Box] = []
 
-    def put(topic: Topic, below: str, depth: int) -> None:
+    def place_topic(topic: Topic, below: str, depth: int) -> None:
         also = [title[other] for other in needs[topic.topic] if other != below]
         said = [f"also needs {join_words(also)}"] * bool(also)
         after = [title[other] for other in topic.after if other in needs and other != below]
@@ -89,15 +89,15 @@ def layout(index: Index) -> list[Box]:
         boxes.append(Box(topic, below, left, top, high, notes))
         for other in index.topics.values():
             if needs[other.topic] and max(needs[other.topic], key=place.index) == topic.topic:
-                put(other, topic.topic, depth + 1)
+                place_topic(other, topic.topic, depth + 1)
 
     for topic in index.topics.values():
         if not needs[topic.topic]:
-            put(topic, "", 0)
+            place_topic(topic, "", 0)
     return boxes
 
 
-def lines(boxes: list[Box]) -> Iterator[list[tuple[float, float]]]:
+def list_lines(boxes: list[Box]) -> Iterator[list[tuple[float, float]]]:
     """Yield the lines: from each lesson down, then right to each box below it."""
     for box in boxes:
         into = [other for other in boxes if other.below == box.topic.topic]
@@ -107,46 +107,46 @@ def lines(boxes: list[Box]) -> Iterator[list[tuple[float, float]]]:
         yield from ([(x, other.middle), (other.left, other.middle)] for other in into)
 
 
-def text(x: float, y: float, words: str, **look: object) -> str:
+def render_text(x: float, y: float, words: str, **look: object) -> str:
     """Return a line of SVG text with its baseline at y."""
     style = "".join(f' {key.replace("_", "-")}="{value}"' for key, value in look.items())
     return f'<text x="{x:g}" y="{y:g}" fill="currentColor"{style}>{escape(words)}</text>'
 
 
-def drawn(box: Box) -> str:
+def render_box(box: Box) -> str:
     """Return a lesson's box as an SVG link."""
     parts = [
         f'<rect x="{box.left}" y="{box.top}" width="{WIDE - box.left - 1}" height="{box.high}" '
         f'rx="4" fill="currentColor" fill-opacity="0.08" stroke="currentColor"/>',
-        text(box.left + PAD + 3, box.top + PAD + 14, box.topic.title, font_weight=600),
+        render_text(box.left + PAD + 3, box.top + PAD + 14, box.topic.title, font_weight=600),
     ]
     for row, note in enumerate(box.notes, 1):
         y = box.top + PAD + 13 + NOTE * row + 1
-        parts.append(text(box.left + PAD + 3, y, note, font_size="11px"))
+        parts.append(render_text(box.left + PAD + 3, y, note, font_size="11px"))
     name = escape(f"{box.topic.title}: {box.topic.able}", quote=True)
     # Pages underline links in the colour of the link's fill, not of its text's fill.
     link = f'href="../lessons/{box.topic.topic}.html" aria-label="{name}" fill="currentColor"'
     return f"<a {link}>{''.join(parts)}</a>"
 
 
-def svg(index: Index) -> str:
+def render_map(index: Index) -> str:
     """Return the map as an SVG document."""
     boxes = layout(index)
     high = boxes[-1].top + boxes[-1].high + 1
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="group" '
-        f'aria-label="{escape(alt(index), quote=True)}" '
+        f'aria-label="{escape(describe_map(index), quote=True)}" '
         f'width="{WIDE}px" height="{high}px" viewBox="0 0 {WIDE} {high}" '
         f'font-size="14px"><style>{STYLE}</style>'
     )
     ways = [
         '<polyline points="' + " ".join(f"{x:g},{y:g}" for x, y in line) + '" fill="none" '
         'stroke="currentColor" stroke-width="1.4"/>'
-        for line in lines(boxes)
+        for line in list_lines(boxes)
     ]
-    return "\n".join([head, *ways, *map(drawn, boxes), "</svg>"]) + "\n"
+    return "\n".join([head, *ways, *map(render_box, boxes), "</svg>"]) + "\n"
 
 
 if __name__ == "__main__":
     path = Path(__file__).with_name("index_map.svg")
-    path.write_text(svg(read_index(path.parents[1])), "utf-8")
+    path.write_text(render_map(read_index(path.parents[1])), "utf-8")

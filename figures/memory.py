@@ -117,7 +117,7 @@ def draw_recipes() -> None:
     show.save_svg(figure, HERE / "memory_recipes.svg", f"{alt}{'; '.join(said)} bytes.")
 
 
-def crossing(name: str, seq: int, attention: str, recompute: str) -> float:
+def find_crossing(name: str, seq: int, attention: str, recompute: str) -> float:
     """Return the number of sequences at which activations are as large as model states."""
     config = PRESETS[name]
     states = memory.estimate_states(memory.count_parameters(config)).total
@@ -148,7 +148,7 @@ def draw_overtake() -> None:
         ("every layer recomputed", ("fused", "full"), COLORS[0], (3, 6), 9),
     ]
     for words, how, color, (begin, end), above in cases:
-        batch = np.array([crossing("llama-3-8b", int(s), *how) for s in lengths])
+        batch = np.array([find_crossing("llama-3-8b", int(s), *how) for s in lengths])
         axes.plot(lengths, batch, color=color, lw=2.2)
         ends = axes.transData.transform([(lengths[i], batch[i]) for i in (begin, end)])
         angle = float(np.degrees(np.arctan2(*(ends[1] - ends[0])[::-1])))

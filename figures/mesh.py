@@ -47,8 +47,8 @@ def draw_step() -> Figure:
         axes.add_patch(Rectangle((x + 0.02, 0.34), size - 0.04, 0.3, fc=color, ec=INK, lw=0.8))
         draw_text(axes, x + size / 2, 0.49, name, color=pick_text_color(color), fontsize=SMALL)
         for i in range(4):
-            _tick(axes, x + (i + 0.8) * size / 4.2, rows["tensor"], 0.05, COLORS[2])
-        _tick(axes, x + size - 0.05, rows["pipeline"], 0.09, COLORS[0])
+            _draw_tick(axes, x + (i + 0.8) * size / 4.2, rows["tensor"], 0.05, COLORS[2])
+        _draw_tick(axes, x + size - 0.05, rows["pipeline"], 0.09, COLORS[0])
     x = left + 4 * wide
     axes.add_patch(Rectangle((x + 0.08, rows["data"] - 0.13), wide, 0.27, fc=COLORS[3], ec=INK))
     draw_text(axes, x + 0.08 + wide / 2, rows["data"], "gradients", fontsize=SMALL, color="#000000")
@@ -62,7 +62,7 @@ def draw_step() -> Figure:
     return figure
 
 
-def _tick(axes, x: float, y: float, wide: float, color: str) -> None:
+def _draw_tick(axes, x: float, y: float, wide: float, color: str) -> None:
     axes.add_patch(Rectangle((x - wide / 2, y - 0.13), wide, 0.27, fc=color, ec=INK, lw=0.6))
 
 

@@ -48,7 +48,7 @@ RUNGS = {  # effect of each rung of the strategy's chart
 Corner = tuple[float, float, float, float]  # left, top, width, height: inches
 
 
-def piece(axes: Axes, place: Corner, rank: int) -> None:
+def draw_piece(axes: Axes, place: Corner, rank: int) -> None:
     """Draw a piece that `rank` holds."""
     left, top, wide, high = place
     look = {"fc": INK, "alpha": 0.16} if rank == SAME else {"fc": COLORS[rank]}
@@ -56,7 +56,7 @@ def piece(axes: Axes, place: Corner, rank: int) -> None:
     axes.add_patch(Rectangle((left, top), wide, high, fill=False, ec=INK, lw=0.7))
 
 
-def bar(axes: Axes, place: Corner, holders: list[int]) -> None:
+def draw_bar(axes: Axes, place: Corner, holders: list[int]) -> None:
     """Draw pieces side by side, each with its holder; a dashed outline if some have none."""
     left, top, wide, high = place
     each = wide / len(holders)
@@ -65,13 +65,13 @@ def bar(axes: Axes, place: Corner, holders: list[int]) -> None:
         axes.add_patch(Rectangle((left, top), wide, high, **faint))
     for i, rank in enumerate(holders):
         if rank != NONE:
-            piece(axes, (left + i * each, top, each, high), rank)
+            draw_piece(axes, (left + i * each, top, each, high), rank)
 
 
-def tile(axes: Axes, place: Corner, rank: int, text: str) -> None:
+def draw_tile(axes: Axes, place: Corner, rank: int, text: str) -> None:
     """Draw a piece of `rank` with a text in it."""
     left, top, wide, high = place
-    piece(axes, place, rank)
+    draw_piece(axes, place, rank)
     color = pick_text_color(COLORS[rank])
     draw_text(axes, left + wide / 2, top + high / 2, text, color=color, fontsize=SMALL)
 
@@ -102,11 +102,11 @@ def ways() -> Figure:
             left = x + rank * (size + between)
             draw_text(axes, left + size / 2, y + 0.3, str(rank), fontsize=SMALL)
             own = [rank if i == rank else NONE for i in range(N)]
-            bar(axes, (left, y + 0.49, size, 0.17), own if number < 2 else [SAME])
+            draw_bar(axes, (left, y + 0.49, size, 0.17), own if number < 2 else [SAME])
             for layer in range(N):
                 top = y + 0.85 + layer * (high + 0.03)
                 holders = ([SAME], own, [rank if layer == rank else NONE], own)[number]
-                bar(axes, (left, top, size, high), holders)
+                draw_bar(axes, (left, top, size, high), holders)
         draw_text(axes, x, y + 2.02, sent, ha="left", fontsize=SMALL)
     return figure
 
@@ -124,7 +124,7 @@ def step() -> Figure:
     left, bottom, forward, backward, end = 0.55, 2.75, 1.75, 3.55, 3.9  # inches
     tall = 2.35 / 240  # inches a GB
 
-    def level(size: float) -> float:
+    def get_height(size: float) -> float:
         return bottom - size * tall
 
     base = weights + means
@@ -132,29 +132,29 @@ def step() -> Figure:
         (0, weights, WEIGHTS, "weights"),
         (weights, means, MOMENTS, "AdamW's two means"),
     ):
-        place = (left, level(low + size)), end - left, size * tall
+        place = (left, get_height(low + size)), end - left, size * tall
         axes.add_patch(Rectangle(*place, fc=color, ec=INK, lw=0.7))
-        middle = (left + end) / 2, level(low + size / 2)
+        middle = (left + end) / 2, get_height(low + size / 2)
         draw_text(
             axes, *middle, f"{name}, {size:.0f} GB", color=pick_text_color(color), fontsize=SMALL
         )
-    grown = [(forward, level(base)), (backward, level(base + gradients))]
-    grown += [(end, level(base + gradients)), (end, level(base))]
+    grown = [(forward, get_height(base)), (backward, get_height(base + gradients))]
+    grown += [(end, get_height(base + gradients)), (end, get_height(base))]
     axes.add_patch(Polygon(grown, fc=GRADIENTS, ec=INK, lw=0.7))
-    top = [(left, level(base)), (forward, level(base + activations)), grown[1], grown[0]]
+    top = [(left, get_height(base)), (forward, get_height(base + activations)), grown[1], grown[0]]
     axes.add_patch(Polygon(top, fc=ACTIVATIONS, ec=INK, lw=0.7))
-    x, y = forward - 0.02, level(base + 0.36 * activations)
+    x, y = forward - 0.02, get_height(base + 0.36 * activations)
     text = f"activations,\n{activations:.0f} GB"
     draw_text(axes, x, y, text, color=pick_text_color(ACTIVATIONS), fontsize=SMALL)
     text = f"gradients,\n{gradients:.0f} GB"
-    draw_text(axes, end, level(base + 66), text, ha="right", fontsize=SMALL)
-    axes.plot([end - 0.18] * 2, [level(base + 50), level(base + 20)], color=INK, lw=0.8)
+    draw_text(axes, end, get_height(base + 66), text, ha="right", fontsize=SMALL)
+    axes.plot([end - 0.18] * 2, [get_height(base + 50), get_height(base + 20)], color=INK, lw=0.8)
     for size, text in (
         (needs.peak / 1e9, f"peak {needs.peak / 1e9:.0f} GB"),
         (base + gradients + activations, f"sum of the parts {sum(parts) / 1e9:.0f} GB"),
     ):
-        axes.plot([left, end], [level(size)] * 2, color=INK, lw=1.0, ls=(0, (3, 2)))
-        draw_title(axes, end, level(size) - 0.09, text, ha="right", fontsize=SMALL)
+        axes.plot([left, end], [get_height(size)] * 2, color=INK, lw=1.0, ls=(0, (3, 2)))
+        draw_title(axes, end, get_height(size) - 0.09, text, ha="right", fontsize=SMALL)
     for begin, stop, name in ((left, forward, "forward"), (forward, backward, "backward")):
         draw_text(axes, (begin + stop) / 2, bottom + 0.15, name, fontsize=10)
         axes.plot([stop, stop], [bottom, bottom + 0.22], color=INK, lw=0.8)
@@ -162,8 +162,8 @@ def step() -> Figure:
     draw_arrow(axes, (left, bottom + 0.36), (end, bottom + 0.36), lw=1.0)
     draw_text(axes, (left + end) / 2, bottom + 0.5, "time", fontsize=SMALL)
     for size in (0, 100, 200):
-        draw_text(axes, left - 0.08, level(size), str(size), ha="right", fontsize=SMALL)
-        axes.plot([left - 0.05, left], [level(size)] * 2, color=INK, lw=0.8)
+        draw_text(axes, left - 0.08, get_height(size), str(size), ha="right", fontsize=SMALL)
+        axes.plot([left - 0.05, left], [get_height(size)] * 2, color=INK, lw=0.8)
     draw_text(axes, 0.02, 0.2, "GB", ha="left", fontsize=SMALL)
     return figure
 
@@ -171,7 +171,7 @@ def step() -> Figure:
 Work = tuple[int, float, float, str, int]  # stage, begin, end, "F" or "B", micro-batch
 
 
-def timeline(order: list[list[tuple[str, int]]], micro: int) -> list[Work]:
+def simulate_passes(order: list[list[tuple[str, int]]], micro: int) -> list[Work]:
     """Compute when each pass runs: a forward takes 1/micro, a backward twice as long.
 
     order: each stage's passes as (kind, micro-batch), kinds "F" and "B".
@@ -216,7 +216,7 @@ def bubble() -> Figure:
     )
     for number, (name, order, micro) in enumerate(panels):
         y = 0.14 + 1.39 * number
-        works = timeline(order, micro)
+        works = simulate_passes(order, micro)
         length = max(work[2] for work in works)
         draw_title(axes, 0.04, y, name, ha="left", fontsize=10)
         draw_text(axes, WIDE - 0.04, y, f"busy {100 * 3 / length:.0f} %", ha="right", fontsize=10)
@@ -255,45 +255,45 @@ def ffn() -> Figure:
     one, two = 0.5, 1.62
     # XW₁, from the left: X, the first matrix cut by columns, each rank's share of the product.
     y = 0.5
-    piece(axes, (one, y, narrow, tall), SAME)
+    draw_piece(axes, (one, y, narrow, tall), SAME)
     draw_text(axes, one + narrow / 2, y + tall / 2, "X", fontsize=11)
     draw_text(axes, one + narrow + 0.19, y + tall / 2, "×", fontsize=12)
-    bar(axes, (two, y - 0.06, wide, narrow), ranks)
+    draw_bar(axes, (two, y - 0.06, wide, narrow), ranks)
     draw_text(axes, two + wide / 2, y - 0.17, "W₁, by columns", fontsize=SMALL)
     draw_text(axes, one + narrow / 2, y - 0.17, "whole", fontsize=SMALL)
     draw_text(axes, two + wide + 0.14, y + tall / 2, "=", fontsize=12)
-    bar(axes, (two + wide + 0.28, y, wide, tall), ranks)
+    draw_bar(axes, (two + wide + 0.28, y, wide, tall), ranks)
     draw_text(axes, two + 1.5 * wide + 0.28, y - 0.17, "XW₁", fontsize=SMALL)
     x = two + 1.5 * wide + 0.28
     draw_arrow(axes, (x, y + tall + 0.05), (x, y + tall + 0.37), lw=1.2)
     draw_text(axes, x - 0.08, y + tall + 0.2, "GELU: number by number", ha="right", fontsize=SMALL)
     # GELU(XW₁)W₂: each rank has one summand.
     y = 1.95
-    bar(axes, (one - 0.42, y, wide, tall), ranks)
+    draw_bar(axes, (one - 0.42, y, wide, tall), ranks)
     draw_text(axes, one - 0.42 + wide / 2, y - 0.12, "GELU(XW₁)", fontsize=SMALL)
     draw_text(axes, one - 0.42 + wide + 0.17, y + tall / 2, "×", fontsize=12)
     for rank in ranks:
-        piece(axes, (1.68, y - 0.3 + rank * wide / N, narrow, wide / N), rank)
+        draw_piece(axes, (1.68, y - 0.3 + rank * wide / N, narrow, wide / N), rank)
     draw_text(axes, 1.68 + narrow / 2, y - 0.42, "W₂, by rows", fontsize=SMALL)
     draw_text(axes, 1.68 + narrow + 0.16, y + tall / 2, "=", fontsize=12)
     for rank in ranks:
         place = 2.66 + 0.09 * rank, y - 0.12 + 0.13 * rank, narrow, tall
-        piece(axes, place, rank)
+        draw_piece(axes, place, rank)
     draw_text(axes, 2.66 + 0.14 + narrow / 2, y - 0.24, "four summands of Y", fontsize=SMALL)
     # The all-reduce.
     x = 2.66 + 0.14 + narrow / 2
     draw_arrow(axes, (x, y + 0.86), (x, y + 1.2), lw=1.4)
     draw_title(axes, x - 0.1, y + 1.03, "all-reduce", ha="right", fontsize=10)
     y = 3.22
-    piece(axes, (x - narrow / 2, y, narrow, tall), SAME)
+    draw_piece(axes, (x - narrow / 2, y, narrow, tall), SAME)
     draw_text(axes, x, y + tall / 2, "Y", fontsize=11)
     draw_text(axes, x - narrow / 2 - 0.08, y + tall / 2, "whole again, on every rank:", ha="right",
           fontsize=SMALL)  # fmt: skip
     for rank in ranks:
         place = 0.2 + rank * 0.9
-        piece(axes, (place, 3.9, 0.16, 0.14), rank)
+        draw_piece(axes, (place, 3.9, 0.16, 0.14), rank)
         draw_text(axes, place + 0.22, 3.97, f"rank {rank}", ha="left", fontsize=SMALL)
-    piece(axes, (0.2 + 4 * 0.9, 3.9, 0.16, 0.14), SAME)
+    draw_piece(axes, (0.2 + 4 * 0.9, 3.9, 0.16, 0.14), SAME)
     draw_text(axes, 0.2 + 4 * 0.9 + 0.22, 3.97, "all", ha="left", fontsize=SMALL)
     return figure
 
@@ -319,7 +319,7 @@ def zero() -> Figure:
             shared = stage >= 3 - row
             for rank in range(N):
                 own = [rank if i == rank else NONE for i in range(N)] if shared else [SAME]
-                bar(axes, (x + rank * 0.41, top, 0.36, tall), own)
+                draw_bar(axes, (x + rank * 0.41, top, 0.36, tall), own)
             if stage % 2 == 0:
                 draw_text(axes, x - 0.08, top + tall / 2, kind, ha="right", fontsize=SMALL)
             top += tall + 0.05
@@ -353,7 +353,7 @@ def choose() -> Figure:
     axes.plot([bus, bus], [0.52 + high / 2, bottom - 0.06], color=INK, lw=1.1)
     draw_arrow(axes, (bus, bottom - 0.1), (bus, bottom), lw=1.1)
     for x, size, text in ((left, 2.6, "more GPUs, or larger ones"), (bus - 0.7, 0.98, "train")):
-        piece(axes, (x, bottom, size, 0.36), SAME)
+        draw_piece(axes, (x, bottom, size, 0.36), SAME)
         draw_title(axes, x + size / 2, bottom + 0.18, text, fontsize=10)
     return figure
 
@@ -377,7 +377,7 @@ def gpt3() -> Figure:
             draw_text(axes, x + 8 * size, y - 0.12, node, ha="right", fontsize=SMALL)
             for slot in range(8):
                 rank = slot + 8 * (copy + 2 * stage)
-                tile(axes, (x + slot * size, y, size, size), slot, str(rank))
+                draw_tile(axes, (x + slot * size, y, size, size), slot, str(rank))
     draw_text(axes, 0.02, 0.36, "stage", ha="left", fontsize=SMALL)
     thick = {"fill": False, "ec": INK, "lw": 2.4, "zorder": 4}
     axes.add_patch(Rectangle((left, top), 8 * size, size, **thick))
@@ -405,13 +405,13 @@ def gpt3() -> Figure:
     return figure
 
 
-def gpu(axes: Axes, x: float, y: float, place: int, layers: range | None) -> None:
+def draw_gpu(axes: Axes, x: float, y: float, place: int, layers: range | None) -> None:
     """Draw one GPU: its share of the batch above its share of four layers; None: all layers."""
     size, tall = 0.44, 0.125
-    piece(axes, (x + 0.13, y, 0.18, tall), SAME if layers else place)
+    draw_piece(axes, (x + 0.13, y, 0.18, tall), SAME if layers else place)
     for layer in range(4):
         here = [place if layers and i == place and layer in layers else NONE for i in range(4)]
-        bar(axes, (x, y + 0.2 + layer * (tall + 0.02), size, tall), here if layers else [SAME])
+        draw_bar(axes, (x, y + 0.2 + layer * (tall + 0.02), size, tall), here if layers else [SAME])
 
 
 def stacks() -> Figure:
@@ -439,7 +439,7 @@ def stacks() -> Figure:
                 draw_text(axes, x, y + 0.13, label.format(*numbers), ha="left", fontsize=SMALL)
                 for place in range(4):
                     layers = None if job else range(2 * half, 2 * half + 2)
-                    gpu(axes, x + place * 0.5, y + 0.28, place, layers)
+                    draw_gpu(axes, x + place * 0.5, y + 0.28, place, layers)
             if not job:
                 middle = y + 0.75
                 draw_arrow(axes, (0.18 + node, middle), (0.02 + node + apart, middle))
@@ -450,7 +450,7 @@ def stacks() -> Figure:
     return figure
 
 
-def slab(axes: Axes, place: Corner, depth: Point, color: str) -> None:
+def draw_slab(axes: Axes, place: Corner, depth: Point, color: str) -> None:
     """Draw a cuboid: its front at `place`, its back shifted by `depth` (right, up)."""
     left, top, wide, high = place
     dx, dy = depth
@@ -461,19 +461,19 @@ def slab(axes: Axes, place: Corner, depth: Point, color: str) -> None:
         axes.add_patch(Polygon(corners, fc=color, ec=INK, lw=0.8, joinstyle="round"))
 
 
-def block(axes: Axes, x: float, y: float, along: str) -> None:
+def draw_block(axes: Axes, x: float, y: float, along: str) -> None:
     """Draw activations of sequences (depth), tokens (across), width (down), cut over four ranks."""
     wide, high, dx, dy = 1.0, 0.62, 0.42, 0.34
     for rank in range(N):
         if along == "sequences":  # from the back to the front
             back = (N - 1 - rank) / N
             corner = (x + back * dx, y - back * dy, wide, high)
-            slab(axes, corner, (dx / N, dy / N), COLORS[N - 1 - rank])
+            draw_slab(axes, corner, (dx / N, dy / N), COLORS[N - 1 - rank])
         elif along == "tokens":
-            slab(axes, (x + rank * wide / N, y, wide / N, high), (dx, dy), COLORS[rank])
+            draw_slab(axes, (x + rank * wide / N, y, wide / N, high), (dx, dy), COLORS[rank])
         else:
             low = (N - 1 - rank) * high / N
-            slab(axes, (x, y + low, wide, high / N), (dx, dy), COLORS[N - 1 - rank])
+            draw_slab(axes, (x, y + low, wide, high / N), (dx, dy), COLORS[N - 1 - rank])
 
 
 def cuts() -> Figure:
@@ -491,25 +491,25 @@ def cuts() -> Figure:
         draw_title(axes, x - 0.36, y, name, ha="left", fontsize=11)
         draw_text(axes, x + 1.5, y, f"cuts {what}", ha="right", fontsize=SMALL)
         if number < 3:
-            block(axes, x, y + 0.62, what)
+            draw_block(axes, x, y + 0.62, what)
             draw_text(axes, x - 0.1, y + 0.93, "width", ha="center", fontsize=SMALL, rotation=90)
             draw_text(axes, x + 0.5, y + 1.36, "tokens", fontsize=SMALL)
             draw_text(axes, x + 1.27, y + 1.19, "sequences", fontsize=SMALL, rotation=39)
         elif what == "layers":
             for rank in range(N):
                 top = y + 0.22 + rank * 0.31
-                tile(axes, (x, top, 1.2, 0.21), rank, f"layer {rank + 1}")
+                draw_tile(axes, (x, top, 1.2, 0.21), rank, f"layer {rank + 1}")
                 if rank < N - 1:
                     draw_arrow(axes, (x + 0.6, top + 0.21), (x + 0.6, top + 0.31), mutation_scale=7)
         elif what == "states":
             for row, kind in enumerate(("weights", "gradients", "moments")):
                 draw_text(axes, x + 0.26, y + 0.42 + row * 0.38, kind, ha="right", fontsize=SMALL)
-                bar(axes, (x + 0.32, y + 0.28 + row * 0.38, 1.14, 0.28), list(range(N)))
+                draw_bar(axes, (x + 0.32, y + 0.28 + row * 0.38, 1.14, 0.28), list(range(N)))
         else:
             for i, expert in enumerate((1, 3, 0, 2)):
                 token = x + 0.02 + i * 0.38
-                piece(axes, (token + 0.07, y + 0.3, 0.16, 0.16), SAME)
-                tile(axes, (token, y + 1.06, 0.3, 0.3), i, str(i))
+                draw_piece(axes, (token + 0.07, y + 0.3, 0.16, 0.16), SAME)
+                draw_tile(axes, (token, y + 1.06, 0.3, 0.3), i, str(i))
                 ends = (token + 0.15, y + 0.46), (x + 0.17 + expert * 0.38, y + 1.06)
                 draw_arrow(axes, *ends, lw=1.1, mutation_scale=9)
             draw_text(axes, x - 0.04, y + 0.38, "tokens", ha="right", fontsize=SMALL)

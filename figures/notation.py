@@ -25,7 +25,7 @@ COLORS = show.RANK_COLORS
 SIZE = 0.3
 
 
-def entry(axes: Axes, x: float, y: float, text: str) -> None:
+def draw_entry(axes: Axes, x: float, y: float, text: str) -> None:
     """Draw a text to the right of a cell at (x, y)."""
     draw_text(axes, x + SIZE + 0.1, y + SIZE / 2, text, ha="left")
 
@@ -50,16 +50,16 @@ def draw_legend() -> None:
     ):
         x, y = left + half * (i % 2), 1.08 + 0.42 * (i // 2)
         draw_cell(axes, x, y, SIZE, holds, new=new)
-        entry(axes, x, y, text)
+        draw_entry(axes, x, y, text)
     axes.add_patch(Rectangle((left, 1.92), SIZE, SIZE, fc=INK, alpha=0.16, lw=0))
     axes.add_patch(Rectangle((left, 1.92), SIZE, SIZE, fill=False, ec=INK, lw=0.8))
-    entry(axes, left, 1.92, "pale: the same on every rank")
+    draw_entry(axes, left, 1.92, "pale: the same on every rank")
     draw_title(axes, left, 2.56, "kinds of bytes", ha="left")
     kinds = ("weights", "gradients", "optimizer states", "activations")
     for i, (color, text) in enumerate(zip(COLORS[4:8], kinds, strict=True)):
         x, y = left + half * (i % 2), 2.74 + 0.42 * (i // 2)
         axes.add_patch(Rectangle((x, y), SIZE, SIZE, fc=color, ec=INK, lw=0.8))
-        entry(axes, x, y, text)
+        draw_entry(axes, x, y, text)
     draw_title(axes, left, 3.8, "time, to the right", ha="left")
     shown = pipeline.simulate(pipeline.make_schedule("gpipe", 2, 3))
     draw_rows(axes, shown, left, 4.05, 0.17)
@@ -67,9 +67,9 @@ def draw_legend() -> None:
     for i, (kind, text) in enumerate({"F": "forward", "B": "backward"}.items()):
         for color, corners in make_box(x, y + 0.36 * i, SIZE, 0.26, Span(kind, 0, 0, 0, 0)):
             axes.add_patch(Polygon(corners, fc=color, ec=INK, lw=0.6))
-        entry(axes, x, y + 0.36 * i - 0.02, text)
+        draw_entry(axes, x, y + 0.36 * i - 0.02, text)
     axes.add_patch(Rectangle((x, y + 0.72), SIZE, 0.26, **IDLE_STYLE))
-    entry(axes, x, y + 0.7, "idle")
+    draw_entry(axes, x, y + 0.7, "idle")
     show.save_svg(
         figure,
         HERE / "notation_legend.svg",

@@ -24,7 +24,7 @@ SMALL = 9  # points; other text has 10 or 11
 Corner = tuple[float, float, float, float]  # left, top, width, height: inches
 
 
-def tile(axes: Axes, place: Corner, color: str, words: str, **look: object) -> None:
+def draw_tile(axes: Axes, place: Corner, color: str, words: str, **look: object) -> None:
     """Draw a filled box with a text in it."""
     left, top, wide, high = place
     axes.add_patch(Rectangle((left, top), wide, high, fc=color, ec=INK, lw=0.8))
@@ -49,9 +49,9 @@ def draw_cut() -> None:
         axes.text(x + wide / 2, 0.18, f"rank {rank}", ha="center", va="center", weight="bold")
         for i, layer in enumerate(layers):
             each = wide / len(layers)
-            tile(axes, (x + i * each, 0.38, each, 0.5), COLORS[rank], layer, fontsize=SMALL)
+            draw_tile(axes, (x + i * each, 0.38, each, 0.5), COLORS[rank], layer, fontsize=SMALL)
         for words, top in tops.items():
-            tile(axes, (x, top, wide, 0.28), COLORS[rank], words, fontsize=SMALL)
+            draw_tile(axes, (x, top, wide, 0.28), COLORS[rank], words, fontsize=SMALL)
         if rank:
             draw_arrow(axes, (x - gap + 0.06, 0.52), (x - 0.06, 0.52))
             draw_arrow(axes, (x - 0.06, 0.74), (x - gap + 0.06, 0.74))
@@ -92,7 +92,7 @@ def draw_placement() -> None:
             axes.text(middle, top - 0.14, str(stage), ha="center", va="center", fontsize=SMALL)
             for chunk, parts in enumerate(chunks):
                 place = (x + stage * step, top + chunk * 0.72, size, size)
-                tile(axes, place, COLORS[stage], str(parts[stage]), weight="bold")
+                draw_tile(axes, place, COLORS[stage], str(parts[stage]), weight="bold")
         for chunk, parts in enumerate(chunks):
             y = top + chunk * 0.72 + size / 2
             for i in range(3):
@@ -135,13 +135,13 @@ def draw_messages() -> None:
             begin = now if early else now + hop
             x = left + now * unit
             place = (x, y + tall + 0.06, hop * unit, tall)
-            tile(axes, place, COLORS[7], f"R{wanted}", fontsize=8)
+            draw_tile(axes, place, COLORS[7], f"R{wanted}", fontsize=8)
             axes.plot([x], [y + 2 * tall + 0.14], marker="^", color=INK, markersize=4.5)
             if not early:
                 idle = Rectangle((x, y), hop * unit, tall, fc="none", ec=INK, lw=0.7, alpha=0.5)
                 idle.set_linestyle((0, (2, 2)))
                 axes.add_patch(idle)
-            tile(axes, (left + begin * unit, y, long * unit, tall), KIND_COLORS[name[0]], name)
+            draw_tile(axes, (left + begin * unit, y, long * unit, tall), KIND_COLORS[name[0]], name)
             now = begin + long
     axes.plot([left], [2.74], marker="^", color=INK, markersize=4.5)
     axes.text(left + 0.12, 2.74, "a receive is posted", va="center", fontsize=SMALL)
@@ -157,7 +157,7 @@ def draw_messages() -> None:
     )
 
 
-def shade(fraction: float) -> str:
+def get_shade(fraction: float) -> str:
     """Return the colour between paper (0) and full colour (1)."""
     paper, full = (253, 243, 235), tuple(int(COLORS[5][i : i + 2], 16) for i in (1, 3, 5))
     mixed = (round(a + fraction * (b - a)) for a, b in zip(paper, full, strict=True))
@@ -174,36 +174,41 @@ def draw_choose() -> None:
         axes.text(left - 0.1, y + tall / 2, f"p = {p}", ha="right", va="center", fontsize=10)
         for column, m in enumerate(counts):
             bubble = (p - 1) / (m + p - 1)
-            tile(axes, (left + column * wide, y, wide, tall), shade(bubble), f"{100 * bubble:.0f}")
+            draw_tile(
+                axes,
+                (left + column * wide, y, wide, tall),
+                get_shade(bubble),
+                f"{100 * bubble:.0f}",
+            )
     bottom, octave = 4.4, 0.2
 
-    def at(column: float, held: float) -> Point:
+    def get_point(column: float, held: float) -> Point:
         return left + (column + 0.5) * wide, bottom - octave * (math.log2(held) + 4)
 
     words = "activations on stage 0 (1: a micro-batch in the whole model)"
     draw_title(axes, 0.05, 2.3, words, ha="left")
     for level in ("1/16", "1/4", "1", "4", "16"):
-        (x, y), (end, _) = at(-0.5, float(Fraction(level))), at(7.5, 1)
+        (x, y), (end, _) = get_point(-0.5, float(Fraction(level))), get_point(7.5, 1)
         axes.text(left - 0.1, y, level, ha="right", va="center", fontsize=10)
         axes.plot([x, end], [y, y], color=INK, lw=0.6, alpha=0.3)
     for p, color in ((4, COLORS[0]), (16, COLORS[5])):
         fork = counts.index(p)
-        together = [at(column, m / p) for column, m in enumerate(counts[: fork + 1])]
-        gpipe = [at(column, m / p) for column, m in enumerate(counts) if column >= fork]
-        flat = [at(fork, 1), at(7.5, 1)]
+        together = [get_point(column, m / p) for column, m in enumerate(counts[: fork + 1])]
+        gpipe = [get_point(column, m / p) for column, m in enumerate(counts) if column >= fork]
+        flat = [get_point(fork, 1), get_point(7.5, 1)]
         for points, style in ((together, "-"), (gpipe, (0, (4, 2))), (flat, "-")):
             axes.plot(*zip(*points, strict=True), color=color, lw=2, ls=style)
-        axes.plot(*at(fork, 1), "o", color=color, markersize=6)
+        axes.plot(*get_point(fork, 1), "o", color=color, markersize=6)
     for words, (x, y) in (
-        ("GPipe, p = 4", at(6.1, 24)),
-        ("GPipe, p = 16", at(7.5, 2)),
-        ("1F1B, p = 4 and p = 16", at(7.5, 0.5)),
+        ("GPipe, p = 4", get_point(6.1, 24)),
+        ("GPipe, p = 16", get_point(7.5, 2)),
+        ("1F1B, p = 4 and p = 16", get_point(7.5, 0.5)),
     ):
         axes.text(x, y, words, ha="right", va="center", fontsize=10)
     for y in (0.49, bottom + 0.19):
         axes.text(left - 0.1, y, "m =", ha="right", va="center", fontsize=10)
         for column, m in enumerate(counts):
-            axes.text(at(column, 1)[0], y, str(m), ha="center", va="center", fontsize=10)
+            axes.text(get_point(column, 1)[0], y, str(m), ha="center", va="center", fontsize=10)
     show.save_svg(
         figure,
         HERE / "pipeline_choose.svg",
@@ -215,7 +220,7 @@ def draw_choose() -> None:
     )
 
 
-def simulated(name: str, microbatches: int, **times: float) -> pipeline.Timeline:
+def simulate(name: str, microbatches: int, **times: float) -> pipeline.Timeline:
     """Simulate four stages; a forward takes 1, a whole backward 2, unless `times` override them."""
     return pipeline.simulate(pipeline.make_schedule(name, 4, microbatches), **times)
 
@@ -225,8 +230,8 @@ def percent(fraction: float) -> str:
 
 
 def draw_microbatches() -> None:
-    whole = simulated("naive", 1, forward=4, backward_input=4, backward_weight=4)
-    loop, gpipe = simulated("naive", 4), simulated("gpipe", 4)
+    whole = simulate("naive", 1, forward=4, backward_input=4, backward_weight=4)
+    loop, gpipe = simulate("naive", 4), simulate("gpipe", 4)
     names = (
         "the whole batch at once",
         "four micro-batches, in a loop",
@@ -250,7 +255,7 @@ def draw_microbatches() -> None:
 
 
 def draw_memory() -> None:
-    shown = [simulated("gpipe", 8), simulated("1f1b", 8)]
+    shown = [simulate("gpipe", 8), simulate("1f1b", 8)]
     held = [[f"{most:g}" for most in timeline.peak_activations] for timeline in shown]
     titles = [f"{name}: bubble {percent(shown[0].bubble)}" for name in ("GPipe", "1F1B")]
     show.save_svg(
@@ -263,7 +268,7 @@ def draw_memory() -> None:
 
 
 def draw_interleaved() -> None:
-    shown = [simulated("1f1b", 8), simulated("interleaved", 8)]
+    shown = [simulate("1f1b", 8), simulate("interleaved", 8)]
     bubbles = [percent(timeline.bubble) for timeline in shown]
     titles = [f"1F1B: bubble {bubbles[0]}", f"interleaved, two chunks: bubble {bubbles[1]}"]
     show.save_svg(
@@ -276,7 +281,7 @@ def draw_interleaved() -> None:
 
 
 def draw_zero_bubble() -> None:
-    shown = [simulated(name, 8) for name in ("1f1b", "zb-h1", "zb-h2", "zb-v")]
+    shown = [simulate(name, 8) for name in ("1f1b", "zb-h1", "zb-h2", "zb-v")]
     titles = [
         f"{timeline.schedule.name.upper()}: bubble {percent(timeline.bubble)}, "
         f"holds up to {max(timeline.peak_activations):g}"

@@ -25,7 +25,7 @@ N = 4
 Corner = tuple[float, float, float, float]  # left, top, width, height: inches
 
 
-def tile(axes: Axes, place: Corner, rank: int | None, text: str = "", **look: object) -> None:
+def draw_tile(axes: Axes, place: Corner, rank: int | None, text: str = "", **look: object) -> None:
     """Draw a box in a rank's colour; None: the same on every rank."""
     left, top, wide, high = place
     fill = {"fc": INK, "alpha": 0.13} if rank is None else {"fc": COLORS[rank]}
@@ -35,7 +35,7 @@ def tile(axes: Axes, place: Corner, rank: int | None, text: str = "", **look: ob
     draw_text(axes, left + wide / 2, top + high / 2, text, color=color, **look)
 
 
-def empty(axes: Axes, place: Corner, **look: object) -> None:
+def draw_blank(axes: Axes, place: Corner, **look: object) -> None:
     left, top, wide, high = place
     look = {"ls": (0, (2, 2)), "lw": 0.7, "alpha": 0.5, **look}
     axes.add_patch(Rectangle((left, top), wide, high, fill=False, ec=INK, **look))
@@ -65,7 +65,7 @@ def block() -> Figure:
                 if kind in ("enter", "leave"):
                     does, backward = operators if kind == "enter" else operators[::-1]
                     backward = backward.replace("-", "-\n")
-                    empty(axes, (x, top - 0.04, wide, high + 0.08), ls="-", lw=1.4, alpha=1)
+                    draw_blank(axes, (x, top - 0.04, wide, high + 0.08), ls="-", lw=1.4, alpha=1)
                     draw_text(axes, middle, top + high / 2, does, rotation=90)
                     draw_text(axes, middle, top + high + 0.26, backward, fontsize=SMALL)
                 else:
@@ -73,11 +73,11 @@ def block() -> Figure:
                     draw_text(axes, middle, top - 0.2, label, fontsize=SMALL)
                     for rank in range(N):
                         y = top + rank * step
-                        empty(axes, (x, y, wide, tall))
+                        draw_blank(axes, (x, y, wide, tall))
                         heads = x + rank * wide / N, y, wide / N, tall
                         tokens = x, y + rank * tall / N, wide, tall / N
                         outside = (tokens, rank) if number else ((x, y, wide, tall), None)
-                        tile(axes, *((heads, rank) if kind == "cut" else outside))
+                        draw_tile(axes, *((heads, rank) if kind == "cut" else outside))
                 x += wide + gap
     return figure
 

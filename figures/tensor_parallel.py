@@ -31,7 +31,7 @@ SAME = None  # in place of ranks: the same on every rank
 Corner = tuple[float, float, float, float]  # left, top, width, height: inches
 
 
-def piece(axes: Axes, place: Corner, ranks: tuple[int, ...] | None, text: str = "") -> None:
+def draw_piece(axes: Axes, place: Corner, ranks: tuple[int, ...] | None, text: str = "") -> None:
     """Draw a tensor computed by `ranks`, the sum if they are several; (): not on this rank."""
     left, top, wide, high = place
     if ranks is SAME:
@@ -44,17 +44,17 @@ def piece(axes: Axes, place: Corner, ranks: tuple[int, ...] | None, text: str = 
     draw_text(axes, left + wide / 2, top + high / 2, text, color=color)
 
 
-def matrix(axes: Axes, place: Corner, by: str, holders: tuple[int, ...] = (0, 1)) -> None:
+def draw_matrix(axes: Axes, place: Corner, by: str, holders: tuple[int, ...] = (0, 1)) -> None:
     """Draw a matrix cut in halves, by "columns" or "rows"; only those of `holders` are filled."""
     left, top, wide, high = place
     for half in range(2):
         corner = (left + half * wide / 2, top, wide / 2, high)
         if by == "rows":
             corner = (left, top + half * high / 2, wide, high / 2)
-        piece(axes, corner, (half,) if half in holders else ())
+        draw_piece(axes, corner, (half,) if half in holders else ())
 
 
-def exchange(axes: Axes, place: Corner, text: str, **look: object) -> None:
+def draw_exchange(axes: Axes, place: Corner, text: str, **look: object) -> None:
     """Draw a collective, or an operator that may be one, as a box across the ranks."""
     left, top, wide, high = place
     axes.add_patch(Rectangle((left, top), wide, high, fill=False, ec=INK, lw=1.4))
@@ -77,19 +77,19 @@ def ffn() -> Figure:
         y = 0.38 + rank * (wide + 0.3)
         middle = y + wide / 2
         draw_text(axes, 0.5, middle, f"rank {rank}", ha="right")
-        piece(axes, (x["X"], middle - h / 2, h, h), SAME)
-        matrix(axes, (x["W₁"], middle - h / 2, wide, h), "columns", (rank,))
-        matrix(axes, (x["GELU(XW₁)"], middle - h / 2, wide, h), "columns", (rank,))
-        matrix(axes, (x["W₂"], y, h, wide), "rows", (rank,))
-        piece(axes, (3.36, middle - h / 2, h, h), (rank,))
+        draw_piece(axes, (x["X"], middle - h / 2, h, h), SAME)
+        draw_matrix(axes, (x["W₁"], middle - h / 2, wide, h), "columns", (rank,))
+        draw_matrix(axes, (x["GELU(XW₁)"], middle - h / 2, wide, h), "columns", (rank,))
+        draw_matrix(axes, (x["W₂"], y, h, wide), "rows", (rank,))
+        draw_piece(axes, (3.36, middle - h / 2, h, h), (rank,))
         draw_text(axes, 3.5, middle - h / 2 - 0.12, "summand", fontsize=SMALL)
-        piece(axes, (x["Y"], middle - h / 2, h, h), (0, 1))
+        draw_piece(axes, (x["Y"], middle - h / 2, h, h), (0, 1))
         draw_text(axes, x["Y"] + h / 2, middle - h / 2 - 0.12, "the sum", fontsize=SMALL)
         for at, sign in ((0.88, "·"), (1.84, "→"), (2.815, "·"), (3.25, "→")):
             draw_text(axes, at, middle, sign, fontsize=12)
         draw_arrow(axes, (3.63, middle), (3.86, middle), lw=1.1, mutation_scale=9)
         draw_arrow(axes, (4.1, middle), (4.26, middle), lw=1.1, mutation_scale=9)
-    exchange(axes, (3.86, 0.38, 0.24, 2 * wide + 0.3), "all-reduce")
+    draw_exchange(axes, (3.86, 0.38, 0.24, 2 * wide + 0.3), "all-reduce")
     for at, size in ((1.33, "4096 × 8192"), (3.01, "8192 × 4096")):
         draw_text(axes, at, 2.45, size, fontsize=SMALL)
         draw_text(axes, at, 2.62, "33.6 M each", fontsize=SMALL)
@@ -121,12 +121,12 @@ def orders() -> Figure:
         first, second = (name.startswith("rows"), after == "all-reduce")  # is it cut by rows?
         for place, by_rows in (((0.1, top, h, h), first), ((2.42, top, wide, h), second)):
             if by_rows:  # the left factor of a matrix cut by rows is cut by columns
-                matrix(axes, place, "columns")
+                draw_matrix(axes, place, "columns")
             else:
-                piece(axes, place, SAME)
-        matrix(axes, (0.56, top, wide, h), "rows" if first else "columns")
-        matrix(axes, (3.72, y, h, wide), "rows" if second else "columns")
-        piece(axes, (5.1, top, h, h), SAME)
+                draw_piece(axes, place, SAME)
+        draw_matrix(axes, (0.56, top, wide, h), "rows" if first else "columns")
+        draw_matrix(axes, (3.72, y, h, wide), "rows" if second else "columns")
+        draw_piece(axes, (5.1, top, h, h), SAME)
         for left, right, does in ((1.42, 2.36, between), (3.98, 5.04, after)):
             draw_arrow(axes, (left, middle), (right, middle), lw=1.1)
             draw_text(axes, (left + right) / 2, middle - 0.13, does, fontsize=SMALL)
@@ -151,11 +151,11 @@ def conjugate() -> Figure:
         for rank in range(2):
             top = y + rank * (size + gap)
             middle = top + size / 2
-            piece(axes, (left, top, size, size), (0, 1) if backward else SAME)
-            piece(axes, (end, top, size, size), SAME if backward else (0, 1))
+            draw_piece(axes, (left, top, size, size), (0, 1) if backward else SAME)
+            draw_piece(axes, (end, top, size, size), SAME if backward else (0, 1))
             draw_text(axes, left - 0.16, middle, "∂x" if backward else "x")
             draw_text(axes, end + size + 0.16, middle, "∂y" if backward else "y")
-            piece(axes, (x["part"], top, 0.86, size), (rank,), "its part")
+            draw_piece(axes, (x["part"], top, 0.86, size), (rank,), "its part")
             stops = [left + size, x["copy_to"], x["copy_to"] + 0.42, x["part"]]
             stops += [x["part"] + 0.86, x["reduce_from"], x["reduce_from"] + 0.42, end]
             for begin, stop in zip(stops[::2], stops[1::2], strict=True):
@@ -163,7 +163,7 @@ def conjugate() -> Figure:
                 draw_arrow(axes, *(ends[::-1] if backward else ends), lw=1.1)
         for name in ("copy_to", "reduce_from"):
             sums = (name == "copy_to") == bool(backward)
-            exchange(axes, (x[name], y, 0.42, 2 * size + gap), "")
+            draw_exchange(axes, (x[name], y, 0.42, 2 * size + gap), "")
             draw_text(axes, x[name] + 0.21, y + size + gap / 2, "+" if sums else "=", fontsize=15)
             draw_text(axes, x[name] + 0.21, y - 0.15, name, weight="bold")
             does = "all-reduce" if sums else "nothing"
@@ -183,21 +183,21 @@ def heads() -> Figure:
         x = left + rank * half
         middle = x + wide / 2
         draw_title(axes, middle, 0.14, f"rank {rank}")
-        piece(axes, (x, 0.34, wide, 0.3), SAME, "x, all of it")
+        draw_piece(axes, (x, 0.34, wide, 0.3), SAME, "x, all of it")
         for name, top in (("queries", 0.98), ("keys", 1.44), ("values", 1.9)):
             draw_text(axes, x - 0.08, top + size / 2, name if rank == 0 else "", ha="right")
             heads = 4 if name == "queries" else 2
             for i in range(heads):
                 place = (x + i * wide / heads + 0.03, top, wide / heads - 0.06, size)
-                piece(axes, place, (rank,), str(rank * heads + i))
-        piece(axes, (x, 2.6, wide, 0.3), (rank,), "its rows of the output matrix")
+                draw_piece(axes, place, (rank,), str(rank * heads + i))
+        draw_piece(axes, (x, 2.6, wide, 0.3), (rank,), "its rows of the output matrix")
         for begin, end in ((0.66, 0.94), (2.28, 2.57), (2.92, 3.16), (3.48, 3.72)):
             draw_arrow(axes, (middle, begin), (middle, end), lw=1.1)
         for y, text in ((0.79, "its columns"), (2.42, "attention"), (3.04, "a summand")):
             draw_text(axes, middle + 0.1, y, text, ha="left", fontsize=SMALL)
-        piece(axes, (x, 3.74, wide, 0.3), (0, 1))
+        draw_piece(axes, (x, 3.74, wide, 0.3), (0, 1))
         draw_text(axes, middle, 4.16, "y, the sum")
-    exchange(axes, (left, 3.18, half + wide, 0.28), "all-reduce")
+    draw_exchange(axes, (left, 3.18, half + wide, 0.28), "all-reduce")
     return figure
 
 
@@ -219,24 +219,24 @@ def vocabulary() -> Figure:
         axes.text(0.52, y + 2 * tall, f"rank {rank}", ha="right", va="center")
         for entry in range(8):
             mine = (rank,) if entry // 4 == rank else ()
-            piece(axes, (x["table"], y + entry * tall / 2, 0.34, tall / 2), mine)
+            draw_piece(axes, (x["table"], y + entry * tall / 2, 0.34, tall / 2), mine)
             for token in range(4):
-                piece(axes, (3.0 + entry * 0.14, y + token * tall, 0.14, tall), mine)
+                draw_piece(axes, (3.0 + entry * 0.14, y + token * tall, 0.14, tall), mine)
         for row, (token, target) in enumerate(zip(tokens, targets, strict=True)):
             top = y + row * tall
             mine = (rank,) if token // 4 == rank else ()
-            piece(axes, (x["rows"], top, 0.34, tall), mine, str(token if mine else 0))
-            piece(axes, (x["all"], top, 0.34, tall), (token // 4,), str(token))
+            draw_piece(axes, (x["rows"], top, 0.34, tall), mine, str(token if mine else 0))
+            draw_piece(axes, (x["all"], top, 0.34, tall), (token // 4,), str(token))
             mine = (rank,) if target // 4 == rank else ()
             for i, holds in enumerate(((rank,), (rank,), mine)):
                 texts = ("", "") if i < 2 else (str(target if mine else 0), str(target))
-                piece(axes, (x["numbers"] + i * 0.24, top, 0.24, tall), holds, texts[0])
+                draw_piece(axes, (x["numbers"] + i * 0.24, top, 0.24, tall), holds, texts[0])
                 both = (0, 1) if i < 2 else (target // 4,)
-                piece(axes, (x["result"] + i * 0.24, top, 0.24, tall), both, texts[1])
+                draw_piece(axes, (x["result"] + i * 0.24, top, 0.24, tall), both, texts[1])
         for begin, end in ((x["table"] + 0.38, x["rows"] - 0.04), (4.16, x["numbers"] - 0.04)):
             draw_arrow(axes, (begin, y + 2 * tall), (end, y + 2 * tall), lw=1.1)
     for name in ("sum", "reduce"):
-        exchange(axes, (x[name], 0.68, 0.3, 1.38 + 4 * tall), "all-reduce")
+        draw_exchange(axes, (x[name], 0.68, 0.3, 1.38 + 4 * tall), "all-reduce")
     for at, name in ((0.79, "entries"), (1.45, "rows"), (2.39, "rows"), (3.56, "logits")):
         draw_text(axes, at, 0.5, name, fontsize=SMALL)
     for left in (x["numbers"], x["result"]):
@@ -266,11 +266,13 @@ def block() -> Figure:
                 x += gap
                 if "_" not in name:
                     cut = name == "cut"
-                    piece(
+                    draw_piece(
                         axes, (x, y, wide, tall), (rank,) if cut else SAME, inner if cut else name
                     )
                 elif rank == 0:
-                    exchange(axes, (x, y - 0.04, wide, step + tall + 0.08), name, fontsize=SMALL)
+                    draw_exchange(
+                        axes, (x, y - 0.04, wide, step + tall + 0.08), name, fontsize=SMALL
+                    )
                     for row, sign in enumerate("=+" if name == "copy_to" else "+="):
                         draw_text(axes, x + wide / 2, 1.7 + row * 0.26, sign, fontsize=13)
                 x += wide

@@ -66,7 +66,9 @@ def draw_stages() -> None:
                 top = y + 0.5 + rank * (0.3 + 0.09)
                 for piece in range(N):
                     held = kind not in sharded or piece == rank
-                    look = {"fc": COLORS[piece], "lw": 0.8, "ec": INK} if held else _empty()
+                    look = (
+                        {"fc": COLORS[piece], "lw": 0.8, "ec": INK} if held else _get_empty_style()
+                    )
                     place = (left + piece * size, top)
                     axes.add_patch(Rectangle(place, size, 0.3, **look))
     show.save_svg(
@@ -79,7 +81,7 @@ def draw_stages() -> None:
     )
 
 
-def _empty() -> dict[str, object]:
+def _get_empty_style() -> dict[str, object]:
     return {"fill": False, "ec": INK, "lw": 0.7, "ls": (0, (2, 2)), "alpha": 0.45}
 
 
@@ -126,7 +128,7 @@ def draw_life() -> None:
     whole = {1: [(0, 2), (8.5, 10)], 2: [(1, 3), (7.5, 9)], 3: [(2, 4), (6.5, 8)]}
     whole[4] = [(3, 5), (5, 7)]
 
-    def bar(begin: float, end: float, y: float, color: str, words: str) -> None:
+    def draw_bar(begin: float, end: float, y: float, color: str, words: str) -> None:
         place = (left + begin * slot, y)
         axes.add_patch(Rectangle(place, (end - begin) * slot, tall, fc=color, ec=INK, lw=0.8))
         ink = INK if color == "none" else pick_text_color(color)
@@ -138,15 +140,15 @@ def draw_life() -> None:
     for i, words in enumerate(compute):
         if words:
             color = COLORS[int(words[1]) - 1] if words != "loss" else "none"
-            bar(i, i + 1, 0.12, color, words)
+            draw_bar(i, i + 1, 0.12, color, words)
     for begin, end, block, kind in wire:
-        bar(begin, end, 0.62, COLORS[block - 1], kind)
+        draw_bar(begin, end, 0.62, COLORS[block - 1], kind)
     for row, block in enumerate((1, 2, 3, 4)):
         y = 1.42 + row * 0.44
         axes.text(left - 0.1, y + tall / 2, f"block {block}", ha="right", va="center")
         axes.plot([left, left + 10.5 * slot], [y + tall, y + tall], color=COLORS[block - 1], lw=4)
         for begin, end in whole[block]:
-            bar(begin, end, y, COLORS[block - 1], "")
+            draw_bar(begin, end, y, COLORS[block - 1], "")
     draw_title(axes, left, 1.2, "in memory, all of it or a shard", ha="left", fontsize=10)
     draw_title(
         axes, left, 3.32, "g gather weights   r reduce-scatter gradients", ha="left", fontsize=10
@@ -228,7 +230,7 @@ def held_over_a_step(units: str) -> tuple[Trace, int]:
     return [(seconds - begin, size) for seconds, size in held.trace], states
 
 
-def thin(trace: Trace, points: int = 300) -> list[list[float]]:
+def thin_trace(trace: Trace, points: int = 300) -> list[list[float]]:
     """Thin the trace to [fraction of the step, least MB, most MB] in `points` intervals."""
     end = trace[-1][0]
     found: list[list[float]] = []
@@ -241,7 +243,7 @@ def thin(trace: Trace, points: int = 300) -> list[list[float]]:
     return found
 
 
-def wrapping(runs: dict[str, list[list[float]]], states: float) -> Figure:
+def plot_wrapping(runs: dict[str, list[list[float]]], states: float) -> Figure:
     """Plot a rank's held bytes over a step, wrapped per block and as a whole; states in MB."""
     show.set_style()
     figure, axes = plt.subplots(figsize=(6.4, 3.3))
@@ -275,7 +277,7 @@ def draw_wrapping(measure: bool) -> None:
         kept: dict[str, object] = {}
         for units in ("whole", "blocks"):
             trace, states = ranks.run(held_over_a_step, N, units, device="cpu", timeout=120)[0]
-            kept[units] = thin(trace)
+            kept[units] = thin_trace(trace)
             kept["states"] = states / 1e6
         rounded = json.loads(json.dumps(kept), parse_float=lambda digits: round(float(digits), 3))
         path.write_text(json.dumps(rounded) + "\n")
@@ -283,7 +285,7 @@ def draw_wrapping(measure: bool) -> None:
     states = runs.pop("states")
     peaks = {kind: max(point[2] for point in run) for kind, run in runs.items()}
     show.save_svg(
-        wrapping(runs, states),
+        plot_wrapping(runs, states),
         HERE / "zero_wrapping.svg",
         "Measured bytes on one of four ranks over a training step in stage 3. With the whole model "
         f"as one unit it holds up to {peaks['whole']:.0f} MB; with a unit for each block up to "

@@ -132,7 +132,7 @@ class DTensorSide(Side):
         layout = self.row.layout
         shape, names = (layout.dp, layout.tp), ("dp", "tp")
         axes = init_device_mesh(ranks.device().type, shape, mesh_dim_names=names)
-        load_bench("tensor_parallel")["by_torch"](model, axes["tp"])
+        load_bench("tensor_parallel")["parallelize_with_torch"](model, axes["tp"])
         for each in (*model.blocks, model) if layout.dp > 1 else ():
             fully_shard(each, mesh=axes["dp"])
         return model

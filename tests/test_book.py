@@ -153,7 +153,7 @@ def test_what_can_wait_is_named_at_the_head_and_at_each_section(site, root):
     for topic in index.read_index(root).topics.values():
         text = (site / f"lessons/{topic.topic}.html").read_text("utf-8")
         assert text.count('<p class="can-wait">') == len(topic.later), topic.topic
-        assert ("of them can wait" in text) == bool(topic.later), topic.topic
+        assert ("can wait for a second reading" in text) == bool(topic.later), topic.topic
 
 
 def test_outputs_hold_no_warning_and_no_path_of_this_machine(site, root):
@@ -244,7 +244,7 @@ def test_buttons_need_a_repository(small_book):
 
 def test_address_that_is_none_is_refused(small_book):
     assert small_book.build(BOOK_REPOSITORY="github.com/x") != 0
-    assert "BOOK_REPOSITORY='github.com/x': allowed is an address like" in small_book.log
+    assert "BOOK_REPOSITORY='github.com/x': must be an address like" in small_book.log
 
 
 def test_changed_style_sheet_is_copied(small_book):

@@ -241,7 +241,7 @@ MISTAKES = {  # command -> words of its error line
     "grade none": "folder='none': must be",
     "grade . --part zeros": "part='zeros': must be",
     "gpu --limit soon": "limit='soon': must be",
-    "record zero tiny": "no such lesson: tiny; allowed",
+    "record zero tiny": "lesson=tiny: must be one of",
     "doctor --ranks 0": "ranks=0: must be",
     MEET.format("--ranks 0"): "ranks=0: must be",
     f"cluster run --at node1 {__file__}": "at='node1': must be",

@@ -144,15 +144,15 @@ class CalculatorDirective(SphinxDirective):
         """Return the form; raise an error for an option or a choice that the form does not have."""
         kind = self.arguments[0]
         if kind not in CALCULATORS:
-            raise self.error(f"calculator={kind}: allowed are {', '.join(CALCULATORS)}")
+            raise self.error(f"calculator={kind}: must be one of {', '.join(CALCULATORS)}")
         fields = {field.name: field for field in CALCULATORS[kind][1]}
         values = {name.replace("-", "_"): value for name, value in self.options.items()}
         for name, value in values.items():
             if name not in fields:
-                raise self.error(f"{name}: allowed for {kind} are {', '.join(fields)}")
+                raise self.error(f"option={name}: must be one of {', '.join(fields)}")
             if fields[name].choices and value not in fields[name].choices:
                 allowed = ", ".join(fields[name].choices)
-                raise self.error(f"{name}={value}: allowed are {allowed}")
+                raise self.error(f"{name}={value}: must be one of {allowed}")
         return [nodes.raw("", render_form(kind, values), format="html")]
 
 

@@ -91,7 +91,7 @@ class QuizDirective(SphinxDirective):
         self.env.note_dependency(str(root / QUIZZES_FILE))
         known, name = read_quizzes(root), self.arguments[0]
         if name not in known:
-            raise self.error(f"quiz: {name!r}; allowed are {', '.join(known)}")
+            raise self.error(f"quiz={name!r}: must be one of {', '.join(known)}")
         title = escape(known[name]["title"])
         head = f'<div class="quiz" role="group" aria-label="{title}" data-quiz="{name}">\n'
         made: list[nodes.Node] = [make_html(f'{head}<p class="quiz-title">{title}</p>\n')]

@@ -45,7 +45,7 @@ _EXERCISE_TYPE = "exercise"  # type of the exercises in Sphinx's table of number
 # Hidden, since the switch does nothing without reading.js: that script shows it.
 FOLD_SWITCH = (
     '<p class="open-folds" hidden><button type="button" aria-pressed="false">'
-    "Open all folded code</button> What proves, tabulates and draws is folded under a line that "
+    "Open all folded code</button> Code that checks, tabulates or draws is folded under a line that "
     "says what it does.</p>"
 )
 
@@ -144,7 +144,9 @@ def render_prerequisites(app: Sphinx, docname: str) -> str:
             f'<a href="#{i}">{escape(words)}</a>'
             for i, words in zip(ids, page.later.values(), strict=True)
         ]
-        time += f" ({skippable} of them can wait: {index.join_words(links)})"
+        amount, sections = f"{skippable} of them", index.join_words(links)
+        wait = "can wait for a second reading"
+        time += f" ({amount} {wait}: {sections})" if skippable > 0 else f" ({sections} {wait})"
     time += f", {topic.exercises} for the exercises" if topic.exercises else ""
     return f'<p class="lesson-assumes">{index.format_prerequisites(topic, make_link)} {time}.</p>'
 
@@ -159,7 +161,7 @@ def render_skip_notes(app: Sphinx, docname: str) -> dict[str, str]:
             title = escape(to.title.replace("`", ""))
             hint = f': go on with <a href="#{nodes.make_id(to.title)}">{title}</a>'
         anchor = nodes.make_id(page.find_section_tree(name)[0].title)
-        lines[anchor] = f'<p class="can-wait">This section can wait{hint}.</p>'
+        lines[anchor] = f'<p class="can-wait">This section can wait for a second reading{hint}.</p>'
     return lines
 
 

@@ -54,7 +54,7 @@ def get_repository() -> Repository | None:
         return None
     if not re.fullmatch(r"https://[\w.-]+(/[\w.-]+){2,}", url):
         raise ConfigError(
-            f"BOOK_REPOSITORY={url!r}: allowed is an address like https://github.com/owner/name"
+            f"BOOK_REPOSITORY={url!r}: must be an address like https://github.com/owner/name"
         )
     return Repository(url, os.environ.get("BOOK_BRANCH", "").strip() or "main")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sheet import INK, Place, cells, keep
+from sheet import INK, Place, draw_cells, save_step
 
 from shardlab.common.show.drawing import (
     Cell,
@@ -25,7 +25,7 @@ class Moment:
         self.rows, self.sent, self.head = [list(row) for row in rows], sent, head
 
 
-def moments() -> list[Moment]:
+def list_moments() -> list[Moment]:
     """Return the states at the start, after N - 1 steps of reduce-scatter, N - 1 of all-gather."""
     rows: list[list[Cell]] = [[(rank,)] * RANKS for rank in range(RANKS)]
     found = [Moment(rows, {}, "start")]
@@ -43,11 +43,11 @@ def moments() -> list[Moment]:
     return found
 
 
-def place(rank: int, piece: int) -> Place:
+def get_place(rank: int, piece: int) -> Place:
     return LEFT + piece * SIZE, TOP + rank * (SIZE + GAP), SIZE, SIZE
 
 
-def describe(number: int, moment: Moment) -> str:
+def describe_moment(number: int, moment: Moment) -> str:
     """Return the alternative text: messages and state of each piece."""
     if not number:
         return (
@@ -75,11 +75,11 @@ def draw(number: int, moment: Moment) -> None:
     for piece in range(RANKS):
         draw_text(axes, LEFT + (piece + 0.5) * SIZE, 0.5, str(piece))
     draw_rank_names(axes, LEFT - 0.08, TOP, SIZE, GAP)
-    all_places = [(place(r, c), moment.rows[r][c]) for r in range(RANKS) for c in range(RANKS)]
-    new = [place((rank + 1) % RANKS, piece) for rank, piece in moment.sent.items()]
-    cells(axes, all_places, new)
+    all_places = [(get_place(r, c), moment.rows[r][c]) for r in range(RANKS) for c in range(RANKS)]
+    new = [get_place((rank + 1) % RANKS, piece) for rank, piece in moment.sent.items()]
+    draw_cells(axes, all_places, new)
     for rank, piece in moment.sent.items():
-        x, y, _, _ = place(rank, piece)
+        x, y, _, _ = get_place(rank, piece)
         middle = x + SIZE / 2
         if rank < RANKS - 1:
             draw_arrow(axes, (middle, y + SIZE), (middle, y + SIZE + GAP), clip_on=False)
@@ -90,11 +90,11 @@ def draw(number: int, moment: Moment) -> None:
         way = [(middle, y + SIZE), (middle, low), (right, low), (right, high), (landing, high)]
         axes.plot(*zip(*way, strict=True), color=INK, lw=1.4, clip_on=False)
         draw_arrow(axes, (landing, high), (landing, TOP), clip_on=False)
-    keep(figure, "collectives", number + 1, describe(number, moment))
+    save_step(figure, "collectives", number + 1, describe_moment(number, moment))
 
 
 def main() -> None:
-    for number, moment in enumerate(moments()):
+    for number, moment in enumerate(list_moments()):
         draw(number, moment)
 
 

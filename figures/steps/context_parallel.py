@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Outline
-from sheet import EMPTY, INK, Place, boxes, keep
+from sheet import EMPTY, INK, Place, draw_boxes, save_step
 
 from shardlab import context_parallel as cp
 from shardlab.common import show
@@ -24,17 +24,17 @@ SIZE, LEFT, TOP, KEYS, ROW = 0.23, 0.5, 0.66, 2.98, 0.48
 Square = tuple[int, int]  # index of the queries' piece, index of the keys' piece
 
 
-def squares(rank: int, turn: int) -> list[Square]:
+def list_squares(rank: int, turn: int) -> list[Square]:
     """Return the squares that a rank computes in a turn, with the keys that it holds then."""
     return [(q, k) for q in MINE[rank] for k in MINE[(rank - turn) % RANKS] if k <= q]
 
 
-def place(square: Square) -> Place:
+def get_place(square: Square) -> Place:
     query, key = square
     return LEFT + key * SIZE, TOP + query * SIZE, SIZE, SIZE
 
 
-def describe(turn: int) -> str:
+def describe_turn(turn: int) -> str:
     """Return the alternative text: each rank's keys, and its squares in the turn."""
     if turn < 0:
         shares = "; ".join(f"rank {rank} has {a} and {b}" for rank, (a, b) in enumerate(MINE))
@@ -46,7 +46,7 @@ def describe(turn: int) -> str:
     said = []
     for rank in range(RANKS):
         early, late = sorted(MINE[(rank - turn) % RANKS])
-        pairs = [f"{q} to {k}" + " (half)" * (q == k) for q, k in squares(rank, turn)]
+        pairs = [f"{q} to {k}" + " (half)" * (q == k) for q, k in list_squares(rank, turn)]
         said.append(f"rank {rank} has keys {early} and {late}: {', '.join(pairs)}")
     return f"Turn {turn}. Queries to keys: {'; '.join(said)}. Two squares of work for each rank."
 
@@ -66,25 +66,25 @@ def draw(number: int) -> None:
     draw_text(axes, LEFT - 0.36, TOP + 4 * SIZE, "queries", rotation=90, fontsize=9)
     draw_text(axes, LEFT + 4 * SIZE, 0.4, "keys of piece", fontsize=9)
     every = [(q, k) for q in range(PIECES) for k in range(PIECES)]
-    boxes(axes, [place(square) for square in every], **{**EMPTY, "alpha": 0.3})
+    draw_boxes(axes, [get_place(square) for square in every], **{**EMPTY, "alpha": 0.3})
     for piece in range(PIECES):
         draw_text(axes, LEFT + (piece + 0.5) * SIZE, TOP - 0.1, str(piece), fontsize=9)
         draw_text(axes, LEFT - 0.12, TOP + (piece + 0.5) * SIZE, str(piece), fontsize=9)
     for rank in range(RANKS):
-        done = [s for t in range(min(turn + 1, RANKS)) for s in squares(rank, t)]
+        done = [s for t in range(min(turn + 1, RANKS)) for s in list_squares(rank, t)]
         color = show.RANK_COLORS[rank]
-        boxes(axes, [place(s) for s in done if s[0] > s[1]], fc=color, ec=INK, lw=0.8)
-        current = squares(rank, now) if now >= 0 else []
+        draw_boxes(axes, [get_place(s) for s in done if s[0] > s[1]], fc=color, ec=INK, lw=0.8)
+        current = list_squares(rank, now) if now >= 0 else []
         for square in [s for s in done if s[0] == s[1]]:
-            x, y, _, _ = place(square)
+            x, y, _, _ = get_place(square)
             half = Outline([(x, y), (x, y + SIZE), (x + SIZE, y + SIZE), (x, y)], closed=True)
             thick = 2.2 if square in current else 0.8
             axes.add_patch(PathPatch(half, fc=color, ec=INK, lw=thick, clip_on=False))
-        boxes(axes, [place(s) for s in current if s[0] > s[1]], fc="none", ec=INK, lw=2.2)
+        draw_boxes(axes, [get_place(s) for s in current if s[0] > s[1]], fc="none", ec=INK, lw=2.2)
     if turn < RANKS:
         draw_keys(axes, max(now, 0))
-    alt = END if turn == RANKS else describe(now)
-    keep(figure, "context_parallel", number, alt)
+    alt = END if turn == RANKS else describe_turn(now)
+    save_step(figure, "context_parallel", number, alt)
 
 
 def draw_keys(axes: Axes, turn: int) -> None:
@@ -96,7 +96,7 @@ def draw_keys(axes: Axes, turn: int) -> None:
         source = (rank - turn) % RANKS
         color = show.RANK_COLORS[source]
         places = [(KEYS + i * SIZE, y, SIZE, SIZE) for i in range(2)]
-        boxes(axes, places, fc=color, ec=INK, lw=0.8)
+        draw_boxes(axes, places, fc=color, ec=INK, lw=0.8)
         for (x, _, _, _), piece in zip(places, sorted(MINE[source]), strict=True):
             draw_text(
                 axes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sheet import INK, Place, boxes, cells, keep
+from sheet import INK, Place, draw_boxes, draw_cells, save_step
 
 from shardlab.common.show.drawing import Cell, draw_rank_names, draw_text, draw_title, make_canvas
 
@@ -95,11 +95,11 @@ MOMENTS = (
 )
 
 
-def place(bucket: int, rank: int) -> Place:
+def get_place(bucket: int, rank: int) -> Place:
     return LEFT + bucket * (WIDE + BETWEEN), TOP + rank * (HIGH + GAP), WIDE, HIGH
 
 
-def holds(moment: Moment, bucket: int, rank: int) -> Cell:
+def list_holders(moment: Moment, bucket: int, rank: int) -> Cell:
     """Return the ranks whose batches are in a gradient."""
     if bucket in moment.own:
         return (rank,)
@@ -114,21 +114,21 @@ def draw(number: int, moment: Moment) -> None:
     draw_text(axes, LEFT, TOP - 0.36, "gradients of", ha="left", weight="bold", fontsize=9)
     batches = [((BATCH, TOP + r * (HIGH + GAP), 0.22, HIGH), (r,)) for r in RANKS]
     at = [(b, r) for b in range(len(BUCKETS)) for r in RANKS]
-    new = [place(b, r) for b, r in at if b in moment.arrived]
-    cells(axes, batches + [(place(b, r), holds(moment, b, r)) for b, r in at], new)
+    new = [get_place(b, r) for b, r in at if b in moment.arrived]
+    draw_cells(axes, batches + [(get_place(b, r), list_holders(moment, b, r)) for b, r in at], new)
     foot = TOP + len(RANKS) * (HIGH + GAP)
     for bucket, name in enumerate(BUCKETS):
-        x, _, wide, _ = place(bucket, 0)
+        x, _, wide, _ = get_place(bucket, 0)
         draw_text(axes, x + wide / 2, TOP - 0.14, name, fontsize=9)
         does = moment.computes.get(bucket, "")
         draw_text(axes, x + wide / 2, TOP - 0.62, does, weight="bold", fontsize=9)
         if bucket == moment.sent:
-            boxes(axes, [(x - 0.05, foot + 0.04, wide + 0.1, 0.24)], fc="none", ec=INK, lw=1.2)
+            draw_boxes(axes, [(x - 0.05, foot + 0.04, wide + 0.1, 0.24)], fc="none", ec=INK, lw=1.2)
             draw_text(axes, x + wide / 2, foot + 0.16, "all-reduce", fontsize=9)
     for y, said in ((TOP - 0.62, "computes"), (foot + 0.16, "wire")):
         draw_text(axes, 0.05, y, said, ha="left", weight="bold", fontsize=9)
     draw_text(axes, 1.79, foot + 0.42, moment.weights, fontsize=9)
-    keep(figure, "data_parallel", number, moment.alt)
+    save_step(figure, "data_parallel", number, moment.alt)
 
 
 def main() -> None:

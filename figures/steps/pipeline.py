@@ -8,7 +8,7 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Outline
-from sheet import INK, boxes, keep
+from sheet import INK, draw_boxes, save_step
 
 from shardlab import pipeline
 from shardlab.common.show.drawing import draw_text, draw_title, make_canvas, pick_text_color
@@ -22,26 +22,26 @@ TIMES = (1, 4, 6, 10, 13, 16, 19, 22, 27)  # the ends of the steps
 AT_ONCE = (1, 2, 3, 4, 6, 8, 10, 12)  # the whole batch, stage after stage
 
 
-def held(spans: tuple[Span, ...], now: float) -> list[int]:
+def list_held(spans: tuple[Span, ...], now: float) -> list[int]:
     """Return the micro-batches with activations on a stage: forward begun, backward not done."""
     begun = [span.microbatch for span in spans if span.kind == "F" and span.begin < now]
     over = {span.microbatch for span in spans if span.kind == "B" and span.end <= now}
     return [number for number in begun if number not in over]
 
 
-def describe(whole: Timeline, since: float, now: float) -> str:
+def describe_moment(whole: Timeline, since: float, now: float) -> str:
     """Return the alternative text: each stage's passes in the step, and its held micro-batches."""
     said = [f"Time {since:g} to {now:g}."]
     for stage, spans in enumerate(whole.spans):
         kinds = {"F": "forward", "B": "backward"}
         passes = [s for s in spans if s.begin < now and s.end > since]
         computes = ", ".join(f"{kinds[s.kind]} {s.microbatch}" for s in passes) or "idle"
-        kept = ", ".join(map(str, held(spans, now))) or "nothing"
+        kept = ", ".join(map(str, list_held(spans, now))) or "nothing"
         said.append(f"Stage {stage}: {computes}; then holds {kept}.")
     return " ".join(said)
 
 
-def row(
+def draw_row(
     axes: Axes, spans: tuple[Span, ...], top: float, since: float, now: float, unit: float
 ) -> None:
     """Draw a stage's passes up to now; the passes of this step have a thick edge."""
@@ -64,7 +64,7 @@ def row(
             axes, x + wide / 2, top + TALL / 2, str(span.microbatch), fontsize=8,
             color=pick_text_color(KIND_COLORS[span.kind]),
         )  # fmt: skip
-    boxes(axes, idle, **IDLE_STYLE)
+    draw_boxes(axes, idle, **IDLE_STYLE)
     for (color, current), outlines in shapes.items():
         look = {"fc": color, "ec": INK if current else "#222222", "lw": 1.6 if current else 0.4}
         patch = PathPatch(Outline.make_compound_path(*outlines), clip_on=False, **look)
@@ -76,18 +76,18 @@ def draw(name: str, number: int, whole: Timeline, since: float, now: float) -> N
     figure, axes = make_canvas(LEFT + 27 * UNIT + 0.08, 3.5)
     draw_title(axes, LEFT, 0.16, f"time {since:g} to {now:g}", ha="left")
     for said, kind, x in (("forward", "F", 1.55), ("backward", "B", 2.45)):
-        boxes(axes, [(LEFT + x - 0.26, 0.06, 0.2, 0.2)], fc=KIND_COLORS[kind], lw=0)
+        draw_boxes(axes, [(LEFT + x - 0.26, 0.06, 0.2, 0.2)], fc=KIND_COLORS[kind], lw=0)
         draw_text(axes, LEFT + x, 0.16, said, ha="left", fontsize=9)
     draw_title(axes, LEFT, HELD - 0.16, "holds activations of", ha="left")
     for stage, spans in enumerate(whole.spans):
         top = TOP + stage * (TALL + GAP)
-        row(axes, spans, top, since, now, unit)
+        draw_row(axes, spans, top, since, now, unit)
         below = HELD + stage * (TALL + GAP)
         for y in (top, below):
             draw_text(axes, LEFT - 0.08, y + TALL / 2, f"stage {stage}", ha="right")
-        kept = held(spans, now)
+        kept = list_held(spans, now)
         places = [(LEFT + i * 0.3, below, 0.26, TALL) for i in range(len(kept))]
-        boxes(axes, places, fc=KIND_COLORS["F"], ec=INK, lw=0.8)
+        draw_boxes(axes, places, fc=KIND_COLORS["F"], ec=INK, lw=0.8)
         for (x, _, wide, _), microbatch in zip(places, kept, strict=True):
             ink = pick_text_color(KIND_COLORS["F"])
             draw_text(axes, x + wide / 2, below + TALL / 2, str(microbatch), color=ink)
@@ -95,7 +95,7 @@ def draw(name: str, number: int, whole: Timeline, since: float, now: float) -> N
     axes.plot([x, x], [TOP - 0.1, foot], color=INK, lw=1.2, ls=":", clip_on=False)
     axes.plot([LEFT, LEFT + 27 * UNIT], [foot, foot], color=INK, lw=0.8, clip_on=False)
     axes.plot([LEFT + since * unit, x], [foot, foot], color=INK, lw=4, clip_on=False)
-    keep(figure, name, number, describe(whole, since, now))
+    save_step(figure, name, number, describe_moment(whole, since, now))
 
 
 def main() -> None:

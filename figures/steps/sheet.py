@@ -25,7 +25,7 @@ Place = tuple[float, float, float, float]  # left, top, width, height
 EMPTY = {"fc": "none", "ec": INK, "lw": 0.7, "ls": (0, (2, 2)), "alpha": 0.5}
 
 
-def boxes(axes: Axes, places: Iterable[Place], **look: object) -> None:
+def draw_boxes(axes: Axes, places: Iterable[Place], **look: object) -> None:
     """Draw boxes of one style as one path: one path a box would make the file ten times larger."""
     corners = [
         [(x, y), (x + wide, y), (x + wide, y + high), (x, y + high), (x, y)]
@@ -36,7 +36,7 @@ def boxes(axes: Axes, places: Iterable[Place], **look: object) -> None:
         axes.add_patch(PathPatch(outlines, clip_on=False, **look))
 
 
-def cells(axes: Axes, held: Iterable[tuple[Place, Cell]], new: Iterable[Place] = ()) -> None:
+def draw_cells(axes: Axes, held: Iterable[tuple[Place, Cell]], new: Iterable[Place] = ()) -> None:
     """Draw pieces as `show.drawing.draw_cell` does: one stripe for each rank in a piece."""
     listed = list(held)
     fills: dict[str, list[Place]] = {}
@@ -46,17 +46,17 @@ def cells(axes: Axes, held: Iterable[tuple[Place, Cell]], new: Iterable[Place] =
             stripe = (x, y + i * tall, wide, tall)
             fills.setdefault(show.RANK_COLORS[rank], []).append(stripe)
     for color, stripes in fills.items():
-        boxes(axes, stripes, fc=color, lw=0)
-    boxes(axes, [place for place, ranks in listed if not ranks], **EMPTY)
-    boxes(axes, [place for place, ranks in listed if ranks], fc="none", ec=INK, lw=0.8)
-    boxes(axes, new, fc="none", ec=INK, lw=2.2)
+        draw_boxes(axes, stripes, fc=color, lw=0)
+    draw_boxes(axes, [place for place, ranks in listed if not ranks], **EMPTY)
+    draw_boxes(axes, [place for place, ranks in listed if ranks], fc="none", ec=INK, lw=0.8)
+    draw_boxes(axes, new, fc="none", ec=INK, lw=2.2)
 
 
-def keep(figure: Figure, topic: str, number: int, alt: str) -> None:
+def save_step(figure: Figure, topic: str, number: int, alt: str) -> None:
     """Write the picture of a step as a small file."""
     path = HERE / f"{topic}_{number}.svg"
     show.save_svg(figure, path, alt)
-    path.write_text(small(path.read_text("utf-8")), "utf-8")
+    path.write_text(shrink_svg(path.read_text("utf-8")), "utf-8")
 
 
 _TURNED = re.compile(r' transform="rotate\(-0 [^"]*\)"')
@@ -67,14 +67,14 @@ _BOX = re.compile(  # closed by a line or not; x, y of two corners
 _LONG = re.compile(r"(\d+\.\d\d)\d+")
 
 
-def small(text: str) -> str:
+def shrink_svg(text: str) -> str:
     """Return an equivalent SVG with a third of matplotlib's characters."""
 
-    def box(corners: re.Match[str]) -> str:
+    def shorten_box(corners: re.Match[str]) -> str:
         x, y, right, foot = map(float, corners.groups())
         return f"M{x:g} {y:g}h{right - x:.5g}v{foot - y:.5g}h{x - right:.5g}z"
 
-    text = _LONG.sub(r"\1", _BOX.sub(box, _TURNED.sub("", text)))
+    text = _LONG.sub(r"\1", _BOX.sub(shorten_box, _TURNED.sub("", text)))
     text = re.sub(r" \n([LCQM]) ", r"\1", text)
     for words in ("stroke-dashoffset: 0; ", "; stroke-linejoin: miter", "font-family: inherit; "):
         text = text.replace(words, "")

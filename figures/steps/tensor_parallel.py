@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sheet import Place, cells, keep
+from sheet import Place, draw_cells, save_step
 
 from shardlab.common.show.drawing import Cell, draw_text, draw_title, make_canvas
 
@@ -93,7 +93,7 @@ MOMENTS = (
 )
 
 
-def places(top: float, rank: int) -> dict[str, list[Place]]:
+def list_places(top: float, rank: int) -> dict[str, list[Place]]:
     """Return the pieces of each tensor in a rank's row."""
     x, y, found = LEFT, top + rank * (HIGH + GAP), {}
     for name, (wide, cut) in TENSORS.items():
@@ -107,7 +107,7 @@ def places(top: float, rank: int) -> dict[str, list[Place]]:
     return found
 
 
-def holds(name: str, there: bool, summand: bool, rank: int, piece: int) -> Cell:
+def list_holders(name: str, there: bool, summand: bool, rank: int, piece: int) -> Cell:
     """Return the ranks in a piece: for a whole tensor, both ranks unless it is a summand."""
     if not there:
         return ()
@@ -128,12 +128,12 @@ def draw(number: int, moment: Moment) -> None:
         for rank in RANKS:
             middle = top + rank * (HIGH + GAP) + HIGH / 2
             draw_text(axes, LEFT - 0.08, middle, f"rank {rank}", ha="right", fontsize=9)
-            for name, pieces in places(top, rank).items():
+            for name, pieces in list_places(top, rank).items():
                 short = name[-1].translate({0x2081: "1", 0x2082: "2"})
                 current = short in moment.new and lower == bool(moment.gradients)
                 for piece, at in enumerate(pieces):
                     summand = short in moment.summands and current
-                    cell = holds(name, short in here, summand, rank, piece)
+                    cell = list_holders(name, short in here, summand, rank, piece)
                     held.append((at, cell))
                     if current and cell:
                         new.append(at)
@@ -141,8 +141,8 @@ def draw(number: int, moment: Moment) -> None:
                     x, _, wide, _ = pieces[0]
                     middle = x + wide * len(pieces) / 2 if TENSORS[name][1] == "|" else x + wide / 2
                     draw_text(axes, middle, top - 0.14, f"d{name}" if lower else name)
-    cells(axes, held, new)
-    keep(figure, "tensor_parallel", number, moment.alt)
+    draw_cells(axes, held, new)
+    save_step(figure, "tensor_parallel", number, moment.alt)
 
 
 def main() -> None:

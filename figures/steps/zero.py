@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sheet import Place, cells, keep
+from sheet import Place, draw_cells, save_step
 
 from shardlab.common.show.drawing import Cell, draw_rank_names, draw_text, draw_title, make_canvas
 
@@ -118,17 +118,17 @@ MOMENTS = (
 )
 
 
-def place(top: float, block: int, rank: int, piece: int) -> Place:
+def get_place(top: float, block: int, rank: int, piece: int) -> Place:
     x = LEFT + (block - 1) * (RANKS * WIDE + BETWEEN) + piece * WIDE
     return x, top + rank * (HIGH + GAP), WIDE, HIGH
 
 
-def weights(moment: Moment, block: int, rank: int, piece: int) -> Cell:
+def get_weight_owner(moment: Moment, block: int, rank: int, piece: int) -> Cell:
     """Return the rank that a piece of the weights belongs to, () if the piece is absent."""
     return (piece,) if block in moment.gathered or piece == rank else ()
 
 
-def gradients(moment: Moment, block: int, rank: int, piece: int) -> Cell:
+def list_gradient_holders(moment: Moment, block: int, rank: int, piece: int) -> Cell:
     """Return the ranks whose batches are in a piece of a gradient."""
     if block in moment.own:
         return (rank,)
@@ -140,13 +140,13 @@ def draw(number: int, moment: Moment) -> None:
     pieces = [(b, r, p) for b in BLOCKS for r in ALL for p in ALL]
     draw_title(axes, 1.71, 0.16, f"{number}. {moment.head}")
     for top, what, holds, said in (
-        (WEIGHTS, "weights", weights, moment.does),
-        (GRADIENTS, "gradients", gradients, moment.gradients),
+        (WEIGHTS, "weights", get_weight_owner, moment.does),
+        (GRADIENTS, "gradients", list_gradient_holders, moment.gradients),
     ):
         draw_text(axes, 0.05, top - 0.34, what, ha="left", weight="bold")
         draw_rank_names(axes, LEFT - 0.08, top, HIGH, GAP)
         for block in BLOCKS:
-            x, _, _, _ = place(top, block, 0, 0)
+            x, _, _, _ = get_place(top, block, 0, 0)
             middle = x + RANKS * WIDE / 2
             does = said.get(block, "")
             weight = "bold" if does in ("forward", "backward") else "normal"
@@ -154,16 +154,16 @@ def draw(number: int, moment: Moment) -> None:
             draw_text(axes, middle, y, does, weight=weight)
             if top == WEIGHTS:
                 draw_text(axes, middle, top - 0.14, f"block {block}")
-        held = [(place(top, *at), holds(moment, *at)) for at in pieces]
+        held = [(get_place(top, *at), holds(moment, *at)) for at in pieces]
         # Newly arrived: other ranks' pieces, or the one piece that is now an average.
         new = [
-            place(top, b, r, p)
+            get_place(top, b, r, p)
             for b, r, p in pieces
             if (b in moment.came and r != p and top == WEIGHTS)
             or (said.get(b) == "averaged" and r == p)
         ]
-        cells(axes, held, new)
-    keep(figure, "zero", number, moment.alt)
+        draw_cells(axes, held, new)
+    save_step(figure, "zero", number, moment.alt)
 
 
 def main() -> None:

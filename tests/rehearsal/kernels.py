@@ -67,7 +67,7 @@ def _each_head(x: Tensor, q: Tensor) -> Tensor:
 
 def _check_dtypes(name: str, q: Tensor, k: Tensor, v: Tensor, allowed: tuple[Any, ...]) -> None:
     if q.dtype not in allowed or len({q.dtype, k.dtype, v.dtype}) > 1:
-        find("dtype", f"{name}: q {q.dtype}, k {k.dtype}, v {v.dtype}: allowed are {allowed}")
+        find("dtype", f"{name}: q {q.dtype}, k {k.dtype}, v {v.dtype}: must be {allowed}")
 
 
 def _efficient(

@@ -80,7 +80,7 @@ def main() -> int:
     parser.add_argument("--gpus", nargs="+", type=int, default=[1, 4], help="how many (1 4)")
     options = parser.parse_args()
     if unknown := set(options.lessons) - set(every):
-        parser.error(f"no such lesson: {', '.join(sorted(unknown))}; there are {', '.join(every)}")
+        parser.error(f"lesson={', '.join(sorted(unknown))}: must be one of {', '.join(every)}")
     LOGS.mkdir(parents=True, exist_ok=True)
     failed = False
     for gpus in options.gpus:

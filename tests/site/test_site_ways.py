@@ -47,7 +47,7 @@ def test_a_lesson_says_what_it_assumes_and_where_one_goes_from_it(visit):
     read, waits = map(int, re.findall(r"(\d+) (?:minutes to read|of them can wait)", first))
     assert read - waits <= 60  # a first reading takes an hour
     wait = page.locator(".can-wait").first
-    assert wait.inner_text().startswith("This section can wait: go on with ")
+    assert wait.inner_text().startswith("This section can wait for a second reading: go on with ")
     wait.get_by_role("link").click()
     assert page.locator("section:target").count() == 1
     onward = page.locator("nav.lesson-next")

@@ -71,7 +71,7 @@ def run_command(name, values):
     getattr(module, "add_plan" if name == "strategy" else "add_command")(options)
     for key in values:
         if key not in options.values:
-            raise ValueError(f"{key}: allowed are {', '.join(options.values)}")
+            raise ValueError(f"option={key}: must be one of {', '.join(options.values)}")
     chosen = OptionCollector()  # any object with attributes
     values = {key: options.kinds[key](value) for key, value in values.items()}
     chosen.__dict__ = {**options.values, **values, "json": True}

@@ -57,7 +57,7 @@ def select_topics(names: list[str], root: Path) -> list[str]:
     known = list_lessons(root)
     wrong = [name for name in names if name not in known]
     if wrong:
-        raise ValueError(f"no such lesson: {', '.join(wrong)}; allowed are {', '.join(known)}")
+        raise ValueError(f"lesson={', '.join(wrong)}: must be one of {', '.join(known)}")
     return list(dict.fromkeys(names)) or known
 
 

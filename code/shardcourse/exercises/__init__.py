@@ -77,7 +77,7 @@ def list_mistakes(exercise: str) -> list[str]:
     """Describe the well-known mistakes in an exercise. Raises ValueError for an unknown name."""
     known = list_names()
     if exercise not in known:
-        raise ValueError(f"exercise={exercise!r}: allowed are {', '.join(known)}")
+        raise ValueError(f"exercise={exercise!r}: must be one of {', '.join(known)}")
     return _MISTAKES[exercise]
 
 
@@ -90,7 +90,7 @@ def check(answer: Any, exercise: str | None = None) -> Verdict:
     name = exercise or getattr(answer, "__name__", None)
     known = list_names()
     if name not in known:
-        raise ValueError(f"exercise={name!r}: allowed are {', '.join(known)}")
+        raise ValueError(f"exercise={name!r}: must be one of {', '.join(known)}")
     try:
         if answer is None or answer is Ellipsis:
             raise WrongAnswer("There is no answer yet: replace the dots and run the cell again.")

@@ -166,7 +166,7 @@ def _check_egress(
     if shape is None:
         return None
     if shape.world_size != size or shape.zero != 1:
-        raise ValueError(f"{shape}: allowed are layouts of {size} ranks with zero=1")
+        raise ValueError(f"layout={shape}: must have {size} ranks and zero=1")
     mesh.check_supported(config, shape)
     if not _is_feasible(config, shape, limit, batch):
         raise ValueError(f"{shape}: a rank exceeds the limit, or d does not divide the batch")

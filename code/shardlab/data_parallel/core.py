@@ -260,7 +260,8 @@ def predict_step_seconds(
 ) -> float:
     """Return the predicted seconds of forward, backward and the buckets' all-reduces.
 
-    sizes: bytes of each bucket. wire: maps bytes to seconds of an all-reduce; these run one by one.
+    sizes: bytes of each bucket. all_reduce_seconds: maps bytes to the seconds of an all-reduce;
+    all-reduces run one after another.
     Bucket k is ready after backward's share for buckets 0 to k, in proportion to their bytes.
     """
     ready = free = forward

@@ -38,7 +38,7 @@ def fit(
     Raises ValueError where nothing was measured.
     """
     if not measured:
-        raise ValueError("measured=0: allowed are 1 or more steps that can be expressed")
+        raise ValueError("measured=0: must hold at least one step that `Layout` can express")
     guess = np.log([initial[name] for name in free])
     spreads = np.log1p([initial.by_name[name].spread for name in free])
     taken = np.log([value for _, value in measured])

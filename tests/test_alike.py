@@ -31,7 +31,7 @@ def batch():
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def own(x):
+def take_own(x):
     """Return this rank's sequences."""
     return x.chunk(dist.get_world_size())[dist.get_rank()]
 
@@ -42,13 +42,13 @@ def own(x):
 def sharded(stage):
     def gradients(group, dtype):
         model = zero.shard_module(gpt(dtype=dtype), group, stage)
-        loss(model(own(batch()[0])), own(batch()[1])).backward()
+        loss(model(take_own(batch()[0])), take_own(batch()[1])).backward()
         return model, model.clip_grad_norm_
 
     return gradients
 
 
-def cut(edges, finish):
+def make_sharded(edges, finish):
     def gradients(group, dtype):
         model = tp.parallelize(gpt(dtype=dtype), group, edges)
         tp.vocab_parallel_loss(model(batch()[0]), batch()[1], group).backward()
@@ -58,18 +58,18 @@ def cut(edges, finish):
     return gradients
 
 
-def dealt(group, dtype):
+def make_experts(group, dtype):
     model = experts.parallelize(gpt(SPARSE, dtype), group)
-    loss(model(own(batch()[0])), own(batch()[1])).backward()
+    loss(model(take_own(batch()[0])), take_own(batch()[1])).backward()
     experts.average_gradients(model, group)
     return model, lambda limit: experts.clip_grad_norm_(model, limit)
 
 
-def meshed(stage, **degrees):
+def make_mesh(stage, **degrees):
     def gradients(group, dtype):
         shape = Layout(**degrees, zero=stage, microbatches=2)
         job = mesh.Parallel(gpt(dtype=dtype), mesh.create_groups(shape, group), shape)
-        job.step(*(own(x) if shape.dp > 1 else x for x in batch()))
+        job.step(*(take_own(x) if shape.dp > 1 else x for x in batch()))
         return job, job.clip_grad_norm_
 
     return gradients
@@ -79,21 +79,21 @@ CLIPPED = {
     "zero 1": sharded(1),
     "zero 2": sharded(2),
     "zero 3": sharded(3),
-    "tensor": cut(tp.REPLICATED, lambda *_: None),
-    "sequence": cut(sp.SEQUENCE_SHARDED, sp.sum_gradients),
-    "experts": dealt,
-    "mesh, tensor": meshed(0, tp=2),
-    "mesh, pipeline": meshed(0, pp=2),
-    "mesh, zero": meshed(1, dp=2),
+    "tensor": make_sharded(tp.REPLICATED, lambda *_: None),
+    "sequence": make_sharded(sp.SEQUENCE_SHARDED, sp.sum_gradients),
+    "experts": make_experts,
+    "mesh, tensor": make_mesh(0, tp=2),
+    "mesh, pipeline": make_mesh(0, pp=2),
+    "mesh, zero": make_mesh(1, dp=2),
 }
 
 
 def all_clips():
     dtypes = torch.float32, torch.bfloat16
-    return {(way, dtype): clips(way, dtype) for way in CLIPPED for dtype in dtypes}
+    return {(way, dtype): list_limits(way, dtype) for way in CLIPPED for dtype in dtypes}
 
 
-def clips(way, dtype):
+def list_limits(way, dtype):
     """Return the limits for which this technique clips as torch does, and those that it refuses."""
     serial = gpt(SPARSE if way == "experts" else DENSE, dtype)
     loss(serial(batch()[0]), batch()[1]).backward()
@@ -138,12 +138,12 @@ def test_limits_are_what_they_are_to_torch_and_without_a_meaning_are_refused():
 LAYERS = replace(DENSE, layers=3)
 
 
-def staged(name="1f1b", model=LAYERS, **options):
+def make_stage(name="1f1b", model=LAYERS, **options):
     schedule = pipeline.make_schedule(name, 3, 4)
     return lambda group: pipeline.distribute_model(gpt(model), schedule, group, **options)
 
 
-def cube(stage=0, seed=0, model=DENSE, name="1f1b", sequence=False, **degrees):
+def make_cube(stage=0, seed=0, model=DENSE, name="1f1b", sequence=False, **degrees):
     def make(group):
         how = {"zero": stage, "schedule": name, "sequence_parallel": sequence}
         shape = Layout(**(degrees or {"dp": 3}), **how, microbatches=2)
@@ -152,7 +152,7 @@ def cube(stage=0, seed=0, model=DENSE, name="1f1b", sequence=False, **degrees):
     return make
 
 
-def wrapped(function, *given, model=DENSE, **options):
+def make_wrapped(function, *given, model=DENSE, **options):
     return lambda group: function(gpt(model), group, *given, **options)
 
 
@@ -162,61 +162,61 @@ THREES = replace(SPARSE, experts=3)
 # technique -> its call on two ranks, and the third rank's call by the name of the argument
 DIFFER = {
     "data parallel": (
-        wrapped(data_parallel.DataParallel),
+        make_wrapped(data_parallel.DataParallel),
         {
-            "bucket_bytes": wrapped(data_parallel.DataParallel, bucket_bytes=999),
-            "module": wrapped(data_parallel.DataParallel, model=replace(DENSE, layers=1)),
+            "bucket_bytes": make_wrapped(data_parallel.DataParallel, bucket_bytes=999),
+            "module": make_wrapped(data_parallel.DataParallel, model=replace(DENSE, layers=1)),
         },
     ),
     "zero 1": (
-        wrapped(zero.shard_module, 1),
+        make_wrapped(zero.shard_module, 1),
         {
-            "stage": wrapped(zero.shard_module, 2),
+            "stage": make_wrapped(zero.shard_module, 2),
         },
     ),
     "zero 3": (
-        wrapped(zero.shard_module, 3),
+        make_wrapped(zero.shard_module, 3),
         {
-            "units": wrapped(zero.shard_module, 3, units=[]),
-            "module": wrapped(zero.shard_module, 3, model=replace(DENSE, hidden=16)),
+            "units": make_wrapped(zero.shard_module, 3, units=[]),
+            "module": make_wrapped(zero.shard_module, 3, model=replace(DENSE, hidden=16)),
         },
     ),
     "pipeline": (
-        staged(),
+        make_stage(),
         {
-            "schedule": staged("gpipe"),
-            "config": staged(model=replace(LAYERS, tied=not LAYERS.tied)),
+            "schedule": make_stage("gpipe"),
+            "config": make_stage(model=replace(LAYERS, tied=not LAYERS.tied)),
         },
     ),
     "tensor parallel": (
-        wrapped(tp.parallelize, model=THREE),
+        make_wrapped(tp.parallelize, model=THREE),
         {
-            "edges": wrapped(tp.parallelize, sp.SEQUENCE_SHARDED, model=THREE),
+            "edges": make_wrapped(tp.parallelize, sp.SEQUENCE_SHARDED, model=THREE),
         },
     ),
     "context parallel": (
-        wrapped(cp.distribute_model, model=THREE),
+        make_wrapped(cp.distribute_model, model=THREE),
         {
-            "attention": wrapped(cp.distribute_model, "ulysses", model=THREE),
+            "attention": make_wrapped(cp.distribute_model, "ulysses", model=THREE),
         },
     ),
     "experts": (
-        wrapped(experts.parallelize, model=THREES),
+        make_wrapped(experts.parallelize, model=THREES),
         {
-            "config": wrapped(experts.parallelize, model=replace(THREES, capacity=1.0)),
+            "config": make_wrapped(experts.parallelize, model=replace(THREES, capacity=1.0)),
         },
     ),
     "mesh": (
-        cube(),
+        make_cube(),
         {
-            "layout.dp": cube(pp=3),
-            "seed": cube(seed=1),
+            "layout.dp": make_cube(pp=3),
+            "seed": make_cube(seed=1),
         },
     ),
 }
 
 
-def disagree():
+def collect_errors():
     """Return, for each argument, the error when rank 2 of three gives another value."""
     told = {}
     for way, (make, others) in DIFFER.items():
@@ -231,10 +231,10 @@ def disagree():
 
 
 def test_ranks_that_were_given_other_arguments_are_named_on_all_ranks():
-    named(ranks.run(disagree, 3, timeout=90))
+    check_errors(ranks.run(collect_errors, 3, timeout=90))
 
 
-def named(found):
+def check_errors(found):
     """Check the errors; found: by rank, the error by technique and argument."""
     one, *rest = found
     assert all(each == one for each in rest)
@@ -278,11 +278,11 @@ def attend(function, layout="zigzag", causal=True):
     return lambda group, x=x: function(x, x, x, group, causal, layout)
 
 
-def clipped(limit):
-    return lambda group: cube()(group).clip_grad_norm_(limit)
+def clip_to(limit):
+    return lambda group: make_cube()(group).clip_grad_norm_(limit)
 
 
-def summed(reduction):
+def sum_with(reduction):
     logits, targets = to_device((torch.ones(1, 3, 4), torch.zeros(1, 3, dtype=torch.int64)))
     return lambda group: tp.vocab_parallel_loss(logits, targets, group, reduction)
 
@@ -291,8 +291,8 @@ def calls():
     """Yield technique and argument, the call of the first two ranks, and the call of the third."""
     return {
         ("ring", "layout"): (attend(cp.ring_attention), attend(cp.ring_attention, "contiguous")),
-        ("loss", "reduction"): (summed("mean"), summed("sum")),
-        ("mesh", "limit"): (clipped(1.0), clipped(2.0)),
+        ("loss", "reduction"): (sum_with("mean"), sum_with("sum")),
+        ("mesh", "limit"): (clip_to(1.0), clip_to(2.0)),
     }
 
 
@@ -307,4 +307,4 @@ def disagree_at_a_call():
 
 
 def test_limits_layouts_dimensions_and_reductions_that_differ_are_named_at_the_first_call():
-    named(ranks.run(disagree_at_a_call, 3, timeout=100))
+    check_errors(ranks.run(disagree_at_a_call, 3, timeout=100))

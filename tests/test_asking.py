@@ -15,7 +15,7 @@ FILES = [ROOT / f"lessons/{name}.md" for name in build.list_lessons(ROOT)]
 FILES += sorted(ROOT.glob("book/*.md"))
 
 
-def slugs(page):
+def list_slugs(page):
     """Return the anchors of a page's headings, as MyST makes them."""
     text = re.sub(r"(?ms)^```.*?^```", "", (ROOT / page).read_text("utf-8"))
     return {reading_time.make_anchor(heading) for heading in re.findall(r"(?m)^##+ (.+)$", text)}
@@ -25,7 +25,7 @@ def test_what_a_quiz_explains_leads_to_a_section():
     text = (ROOT / quizzes.QUIZZES_FILE).read_text("utf-8")
     links = set(re.findall(r"\]\(\.\./(lessons/\w+\.md)#([^)]+)\)", text))
     assert len(links) > 20
-    gone = [f"{page}#{slug}" for page, slug in links if slug not in slugs(page)]
+    gone = [f"{page}#{slug}" for page, slug in links if slug not in list_slugs(page)]
     assert gone == []
 
 

@@ -491,12 +491,12 @@ def save_to_unshared_folder(root):
     if dist.get_rank() == 1:  # its files are on another disk, invisible to rank 0
         describe_file = folders.describe_file
 
-        def alone(path):
+        def save_alone(path):
             found = describe_file(path)
             path.unlink()
             return found
 
-        folders.describe_file = alone
+        folders.describe_file = save_alone
     store = Checkpoints(root, dist.group.WORLD)
     with pytest.raises(CheckpointError, match="rank 0 does not see __1_0.distcp, random-1.pt"):
         store.save(build_small_run(1, sharded=True))

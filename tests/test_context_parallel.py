@@ -91,30 +91,30 @@ def test_the_plain_kernel_equals_the_fused_one(monkeypatch, causal):
     q, dy = (torch.randn(2, 6, 5, 8, dtype=torch.float64) for _ in range(2))
     k, v = (torch.randn(2, 3, 5, 8, dtype=torch.float64) for _ in range(2))
 
-    def both():
+    def run_both():
         y, lse = cp.block_attention(q, k, v, causal)
         return y, lse, *cp.block_gradients(dy, q, k, v, y, lse, causal)
 
-    fused = both()
+    fused = run_both()
     monkeypatch.setattr(kernel, "_choose_kernel", lambda q: "plain")
-    for got, expected in zip(both(), fused, strict=True):
+    for got, expected in zip(run_both(), fused, strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
 # Equal to one process
 
 
-def tensors(seed, batch, seq, heads, kv_heads, size, dtype):
+def make_tensors(seed, batch, seq, heads, kv_heads, size, dtype):
     """Return queries, keys, values and a gradient of the results, for the whole sequence."""
     torch.manual_seed(seed)
     kinds = (heads, kv_heads, kv_heads, heads)
     return to_device([torch.randn(batch, h, seq, size, dtype=dtype) for h in kinds])
 
 
-def gaps(way, seed, shape, dtype, causal, layout, group):
+def measure_gaps(way, seed, shape, dtype, causal, layout, group):
     """Return the largest differences from one process: results, and gradients of q, k, v."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    *whole, dy = tensors(seed, *shape, dtype)
+    *whole, dy = make_tensors(seed, *shape, dtype)
     mine = [cp.split_seq(x, size, rank, layout, 2).clone().requires_grad_() for x in whole]
     y = WAYS[way](*mine, group, causal, layout)
     y.backward(cp.split_seq(dy, size, rank, layout, 2))
@@ -129,7 +129,7 @@ def gaps(way, seed, shape, dtype, causal, layout, group):
 
 
 def all_gaps(cases):
-    return [gaps(*case, dist.group.WORLD) for case in cases]
+    return [measure_gaps(*case, dist.group.WORLD) for case in cases]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -159,7 +159,7 @@ def test_output_and_all_three_gradients_equal_one_process(size, seed):
 def sent_by(way, shape, dtype):
     batch, seq, heads, kv_heads, size = shape
     group, n = dist.group.WORLD, dist.get_world_size()
-    *whole, dy = tensors(0, *shape, dtype)
+    *whole, dy = make_tensors(0, *shape, dtype)
     mine = [x[:, :, : seq // n].clone().requires_grad_() for x in whole]
     dy = dy[:, :, : seq // n]
     with count.record_traffic() as forward:
@@ -198,9 +198,9 @@ def test_bytes_on_the_wire_are_those_predicted(size):
                     assert Fraction(payload * (size - 1), size) == predicted[way]
 
 
-def traced(layout, causal):
+def trace_turns(layout, causal):
     n, rank = dist.get_world_size(), dist.get_rank()
-    *whole, dy = tensors(0, 1, 48, 2, 2, 4, torch.float32)
+    *whole, dy = make_tensors(0, 1, 48, 2, 2, 4, torch.float32)
     mine = [cp.split_seq(x, n, rank, layout, 2).clone().requires_grad_() for x in whole]
     trace = []
     cp.ring_attention(*mine, dist.group.WORLD, causal, layout, trace).sum().backward()
@@ -210,7 +210,7 @@ def traced(layout, causal):
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_blocks_that_ranks_compute_are_those_predicted(size):
     cases = list(itertools.product(cp.LAYOUTS, (True, False)))
-    for rank, traces in enumerate(run_ranks(lambda: [traced(*case) for case in cases], size)):
+    for rank, traces in enumerate(run_ranks(lambda: [trace_turns(*case) for case in cases], size)):
         for (layout, causal), trace in zip(cases, traces, strict=True):
             for backward in (False, True):
                 found = [0] * size
@@ -225,7 +225,7 @@ def memory(way, shape, dtype, layout):
     """Return the bytes kept for backward, and the peaks in forward and in backward."""
     batch, seq, heads, kv_heads, size = shape
     group, n = dist.group.WORLD, dist.get_world_size()
-    *whole, dy = tensors(0, *shape, dtype)
+    *whole, dy = make_tensors(0, *shape, dtype)
     if way != "one":
         whole, dy = [x[:, :, : seq // n].clone() for x in whole], dy[:, :, : seq // n].clone()
     mine = [x.requires_grad_() for x in whole]
@@ -278,7 +278,7 @@ def test_memory_is_what_is_predicted(size):
 # Order
 
 
-def order():
+def record_order():
     """Return the order of one rank's operations."""
     did = []
 
@@ -291,13 +291,13 @@ def order():
             did.append("wait")
             return super().wait()
 
-    def noted(fn, name):
+    def note_calls(fn, name):
         return lambda *args, **kwargs: (did.append(name), fn(*args, **kwargs))[1]
 
     core._RingTransfer = Pass
-    core.block_attention = noted(core.block_attention, "attend")
-    core.block_gradients = noted(core.block_gradients, "differentiate")
-    q, k, v, _ = (x.requires_grad_() for x in tensors(0, 1, 4, 1, 1, 2, torch.float32))
+    core.block_attention = note_calls(core.block_attention, "attend")
+    core.block_gradients = note_calls(core.block_gradients, "differentiate")
+    q, k, v, _ = (x.requires_grad_() for x in make_tensors(0, 1, 4, 1, 1, 2, torch.float32))
     cp.ring_attention(q, k, v, dist.group.WORLD, False).sum().backward()
     return did
 
@@ -307,7 +307,7 @@ def test_messages_are_on_their_way_while_a_rank_computes():
     first_back = ["send", "differentiate", "wait", "send"]  # keys; then gradients, without a wait
     back = ["send", "differentiate", "wait", "wait", "send"]
     last_back = ["differentiate", "wait", "send", "wait"]  # send the gradients home
-    for did in run_ranks(order, 3):
+    for did in run_ranks(record_order, 3):
         assert did == turn * 2 + last + first_back + back + last_back
 
 
@@ -331,13 +331,13 @@ def activations(way):
 
 
 def test_activations_are_divided_by_the_ranks():  # the prediction is for the CPU's kernels
-    def both():
+    def run_both():
         return {way: activations(way) for way in WAYS}
 
-    (whole,) = run_ranks(both, 1, device="cpu")
+    (whole,) = run_ranks(run_both, 1, device="cpu")
     keys = 2 * DEEP.layers * 64 * DEEP.key_value_heads * DEEP.head_size * 4
     for size in (2, 4):
         # To the byte. Two key/value heads on four ranks: both are replicated.
         wanted = {way: whole[way] // size for way in WAYS}
         wanted["ulysses"] += keys // size if size == 4 else 0
-        assert run_ranks(both, size, device="cpu") == [wanted] * size
+        assert run_ranks(run_both, size, device="cpu") == [wanted] * size

@@ -23,7 +23,9 @@ def test_each_row_has_a_name_of_its_own():
 
 
 @cache
-def found(technique: str, size: int, whole: bool) -> dict[str, dict[str, float]] | Exception:
+def find_differences(
+    technique: str, size: int, whole: bool
+) -> dict[str, dict[str, float]] | Exception:
     """Return each row's largest difference on any rank, or the first failing row's error."""
     rows = [row for row in ROWS if (row.technique, row.ranks) == (technique, size)]
     rows = [row for row in rows if whole or "cpu" not in row.weekly]
@@ -39,7 +41,7 @@ def test_what_is_parallel_trains_as_one_process_does(name, request):
     row, whole = TABLE[name], request.config.getoption("--whole")
     if "cpu" in row.weekly and not whole:
         pytest.skip("the path of another row, in other numbers: --whole")
-    gaps = found(row.technique, row.ranks, whole)
+    gaps = find_differences(row.technique, row.ranks, whole)
     if isinstance(gaps, Exception):
         raise gaps
     contract.check_gaps(row, gaps, "cpu")

@@ -100,7 +100,7 @@ def test_the_interface_agrees_with_the_formula():
         for _ in range(8):
             dist.all_reduce(torch.ones(1 << 20))
 
-    def transmitted(fn) -> int:
+    def count_transmitted(fn) -> int:
         # Other programs on this machine can only add: take the least of three.
         readings = []
         for _ in range(3):
@@ -109,7 +109,7 @@ def test_the_interface_agrees_with_the_formula():
             readings.append(count.read_loopback_bytes() - before)
         return min(readings)
 
-    per_rank = (transmitted(work) - transmitted(dist.barrier)) / 2
+    per_rank = (count_transmitted(work) - count_transmitted(dist.barrier)) / 2
     # 2 (N-1)/N of 4 MiB, eight times. 3 %: headers are 0.2 %, the rest is other programs' traffic.
     with timing_claims():
         assert per_rank == pytest.approx(8 * 4 * 2**20, rel=0.03)

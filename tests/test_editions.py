@@ -20,7 +20,7 @@ TOPICS = build.list_lessons(show.ROOT)
 # --- Exercises as notebooks ---------------------------------------------------------------------
 
 
-def names(source):
+def list_names(source):
     """Return the global names that a cell binds, and those that it uses, also in its functions."""
     binds, uses = set(), set()
     todo = [symtable.symtable(source, "cell", "exec")]
@@ -44,7 +44,7 @@ def test_exercises_hold_no_solution_and_all_that_they_and_a_solution_use(topic, 
     text = "\n".join(cell.source for cell in book.cells)
     assert code[1:] == [p.text for p in lesson if p.place == "exercise" and p.kind == "code"]
     given = {line.strip() for source in code for line in source.splitlines()}
-    known = {name for source in code for name in names(source)[0]} | {*dir(builtins)}
+    known = {name for source in code for name in list_names(source)[0]} | {*dir(builtins)}
     for part in lesson:
         if part.place == "solution":
             assert part.text not in text
@@ -52,7 +52,7 @@ def test_exercises_hold_no_solution_and_all_that_they_and_a_solution_use(topic, 
             lines = {line.strip() for line in part.text.splitlines()}
             assert lines - given  # lines of each solution that no other cell has
         if part.place in ("exercise", "solution") and part.kind == "code":
-            own, used = names(part.text)
+            own, used = list_names(part.text)
             assert used <= own | known, f"not imported by the lesson's first cell, in {part.text}"
     words = [cell.source for cell in book.cells if cell.cell_type == "markdown"]
     assert words[0].startswith("# Exercises: ") and "make lab" in words[0]

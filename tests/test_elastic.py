@@ -90,13 +90,13 @@ def start(tmp_path):
     agents: list[Agent] = []
     port = find_free_port("127.0.0.1")
 
-    def ours(act: str, **changes) -> Agent:
+    def start_ours(act: str, **changes) -> Agent:
         (tmp_path / "stub.py").write_text(STUB)
         program = (sys.executable, "-I", "-S", str(tmp_path / "stub.py"), str(tmp_path), act)
         job = Job(**{"command": program, "at": f"127.0.0.1:{port}", **QUICK, **changes})
         return fork(lambda: core.run(job))
 
-    def torchrun(*options: str, port: int = port, **environment: str) -> Agent:
+    def start_torchrun(*options: str, port: int = port, **environment: str) -> Agent:
         at = "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"
         return fork(lambda: run.main([*at, *options]), environment)
 
@@ -105,7 +105,7 @@ def start(tmp_path):
         return agents[-1]
 
     start = fork
-    start.ours, start.torchrun, start.port = ours, torchrun, port
+    start.ours, start.torchrun, start.port = start_ours, start_torchrun, port
     yield start
     for agent in agents:
         with suppress(psutil.NoSuchProcess):
@@ -118,11 +118,11 @@ def start(tmp_path):
 
 
 def make_port_probe(port: int):
-    def there() -> bool:
+    def is_there() -> bool:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", port)) == 0
 
-    return there
+    return is_there
 
 
 def read_notes(folder: Path, number: int) -> dict[int, dict[str, str]]:
@@ -147,14 +147,14 @@ def pair(start, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Host, "_prepare_round", with_both)
 
-    def started(act: str, **changes) -> tuple[Agent, Agent]:
+    def start_node(act: str, **changes) -> tuple[Agent, Agent]:
         host = start.ours(act, **{"nodes": (1, 2), **changes})
         wait_for(make_port_probe(start.port))
         other = start.ours(act, **{"nodes": (1, 2), **changes})
         wait_for(lambda: len(read_notes(tmp_path, 0)) == 2 * changes.get("ranks", 1))
         return host, other
 
-    return started
+    return start_node
 
 
 # Rounds.
@@ -302,13 +302,13 @@ def test_a_crash_is_a_cause_unless_another_failure_came_first(name):
     crash = ranks._read_failure(3, -signal.Signals[name])
     assert crash == Failure(3, name == "SIGKILL", 1.4, name)
 
-    def cause(when: float, what: str) -> str:
+    def make_cause(when: float, what: str) -> str:
         failures = Failure(0, False, when, what), crash
         return describe_root_cause({0: Report(failures=failures)}).split(" was")[0]
 
-    assert cause(1.0, "ValueError: a bad sample") == ("rank 3" if crash.killed else "rank 0")
-    assert cause(1.5, "ValueError: a bad sample") == "rank 3"
-    assert cause(1.0, "RuntimeError: Connection closed by peer [127.0.0.1]:1234") == "rank 3"
+    assert make_cause(1.0, "ValueError: a bad sample") == ("rank 3" if crash.killed else "rank 0")
+    assert make_cause(1.5, "ValueError: a bad sample") == "rank 3"
+    assert make_cause(1.0, "RuntimeError: Connection closed by peer [127.0.0.1]:1234") == "rank 3"
 
 
 # Decisions of the host, without processes.

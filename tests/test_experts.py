@@ -50,7 +50,7 @@ def part(tensor, group):
     return tensor.chunk(group.size())[dist.get_rank(group)]
 
 
-def sent(choices, dtype):
+def count_sent(choices, dtype):
     model = experts.parallelize(gpt(**choices).to(dtype), dist.group.WORLD)
     tokens, targets = (part(x, dist.group.WORLD) for x in batch(0))
     with experts.record_routing(model) as routed, count.record_traffic() as found:
@@ -64,7 +64,7 @@ def sent(choices, dtype):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_bytes_of_all_to_alls_are_those_predicted(size):
     cases = list(itertools.product(("gshard", "deepseek"), (torch.float32, torch.float64)))
-    results = run_ranks(lambda: [sent(CASES[case], dtype) for case, dtype in cases], size)
+    results = run_ranks(lambda: [count_sent(CASES[case], dtype) for case, dtype in cases], size)
     for (case, _), found in zip(cases, zip(*results, strict=True), strict=True):
         config = replace(SMALL, **CASES[case])
         handed = sum(payload for (_, payload), _ in found)
@@ -136,12 +136,12 @@ def test_held_parameters_are_those_counted(size):
     for config in configs:
         assert experts.count_parameters(config).total == count_parameters(config)
 
-    def counted():
+    def count_step():
         models = [experts.parallelize(GPT(config), dist.group.WORLD) for config in configs]
         return [sum(p.numel() for p in model.parameters()) for model in models]
 
     assert (
-        run_ranks(counted, size)
+        run_ranks(count_step, size)
         == [[experts.count_held_parameters(config, size) for config in configs]] * size
     )
 

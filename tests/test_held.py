@@ -71,7 +71,7 @@ def test_saved_activations_are_what_forward_leaves_behind() -> None:
 
 
 def test_a_pretended_rank_holds_what_a_real_one_holds() -> None:
-    def real() -> dict[str, int]:
+    def measure_real() -> dict[str, int]:
         model = GPT(CONFIG)
         _shard_model(model)
         steps = [
@@ -79,7 +79,9 @@ def test_a_pretended_rank_holds_what_a_real_one_holds() -> None:
         ]
         return min(steps, key=lambda step: step["peak"])
 
-    measured = ranks.run(real, 4, device="cpu")[0]  # the pretended group has the CPU's kernels
+    measured = ranks.run(measure_real, 4, device="cpu")[
+        0
+    ]  # the pretended group has the CPU's kernels
     pretended = count.simulate_fsdp_step(CONFIG, 4, batch=2, recompute="none")
     late = measured.pop("peak") - pretended.pop("peak")
     assert measured == pretended  # to the byte
@@ -100,7 +102,7 @@ def test_a_pretended_job_of_512_ranks_has_a_512th_of_the_states() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 def test_the_allocator_agrees_with_the_watch() -> None:
-    def held(device: str) -> tuple[int, int]:
+    def measure_held(device: str) -> tuple[int, int]:
         model = GPT(CONFIG).to(device)
         tokens, targets = (t.to(device) for t in text.get_batch(CONFIG.seq, 2))
         loss(model(tokens), targets).backward()  # allocates the libraries' workspaces
@@ -110,7 +112,7 @@ def test_the_allocator_agrees_with_the_watch() -> None:
             value = loss(model(tokens), targets)
             return begin, held.current_bytes - begin - value.nbytes
 
-    on_cpu, on_gpu = held("cpu"), held("cuda")
+    on_cpu, on_gpu = measure_held("cpu"), measure_held("cuda")
     assert on_cpu[0] == on_gpu[0]
     # Attention keeps a few random numbers' seeds on a GPU, and other statistics of its softmax.
     assert abs(on_gpu[1] / on_cpu[1] - 1) < 0.05

@@ -16,7 +16,7 @@ SRUN = {
 }
 
 
-def scontrol(folder, monkeypatch, script):
+def install_scontrol(folder, monkeypatch, script):
     """Put a program `scontrol` first on the PATH; its answer depends on its arguments."""
     (folder / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
     (folder / "scontrol").chmod(0o755)
@@ -51,13 +51,15 @@ def test_srun(tmp_path, monkeypatch):
     assert (
         read_launch_info(SRUN | {"MASTER_ADDR": "node1", "MASTER_PORT": "4000"}).master_port == 4000
     )
-    scontrol(tmp_path, monkeypatch, 'test "$2" = hostnames && printf "localhost\\nnode4\\n"')
+    install_scontrol(
+        tmp_path, monkeypatch, 'test "$2" = hostnames && printf "localhost\\nnode4\\n"'
+    )
     assert read_launch_info(SRUN).master_addr == "127.0.0.1"
 
 
 def test_a_node_whose_name_does_not_resolve_has_the_address_that_slurm_knows(tmp_path, monkeypatch):
     answers = 'case "$2" in hostnames) echo no.such.node.invalid;; *) echo NodeAddr=10.0.0.7;; esac'
-    scontrol(tmp_path, monkeypatch, answers)
+    install_scontrol(tmp_path, monkeypatch, answers)
     assert read_launch_info(SRUN).master_addr == "10.0.0.7"
 
 

@@ -66,7 +66,7 @@ def test_names_shapes_order_ties_and_counts_are_the_model_s(config: Config) -> N
     assert counted.course_config == require_course_config(counted, run=True) == config
 
 
-def cut(config: Config) -> dict[str, tuple]:
+def list_cuts(config: Config) -> dict[str, tuple]:
     """Return a rank's shape, cut dimension and type of each tensor in a really cut model."""
     model = tensor_parallel.parallelize(GPT(config), dist.group.WORLD)
     found, words = (
@@ -85,7 +85,7 @@ def seen_partly(config: Config) -> list[str]:
     return [name for name, p in model.named_parameters() if id(p) in some]
 
 
-def dealt(config: Config) -> dict[str, tuple[int, ...]]:
+def list_experts(config: Config) -> dict[str, tuple[int, ...]]:
     """Return a rank's shapes of a model with experts, and whether each is the rank's own."""
     model = experts.parallelize(GPT(config), dist.group.WORLD)
     own = {id(parameter) for parameter in experts.own_parameters(model)}
@@ -94,7 +94,10 @@ def dealt(config: Config) -> dict[str, tuple[int, ...]]:
 
 def really_cut() -> list[tuple]:
     """Return each shape on this rank, for each way to cut the model."""
-    return [(cut(c), dealt(c)) if c.experts else (cut(c), seen_partly(c)) for c in SHAPES.values()]
+    return [
+        (list_cuts(c), list_experts(c)) if c.experts else (list_cuts(c), seen_partly(c))
+        for c in SHAPES.values()
+    ]
 
 
 def test_models_that_are_really_cut_are_as_the_ledger_says() -> None:
@@ -162,12 +165,12 @@ def test_counts_are_the_ledger_s(config: Config, tp: int, ep: int, pp: int) -> N
 # Layers by stage, compared with published cuts; and the micro-batches that a stage keeps.
 
 
-def shape(layers: int, hidden: int = 64, ffn: int = 256, vocab: int = 256) -> Config:
+def make_shape(layers: int, hidden: int = 64, ffn: int = 256, vocab: int = 256) -> Config:
     return Config(vocab, 64, layers, 2, hidden, None, ffn, "swiglu")
 
 
 # The Ultra-Scale sweep: layers, hidden, width; the layers of its stages.
-LLAMA_8B, LLAMA_1B = shape(32, 4096, 14_336, 131_072), shape(16, 2048, 8192, 131_072)
+LLAMA_8B, LLAMA_1B = make_shape(32, 4096, 14_336, 131_072), make_shape(16, 2048, 8192, 131_072)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +198,7 @@ def test_nanotron_weighs_the_head(config: Config, pp: int, found: list[int]) -> 
     ],
 )
 def test_megatron_counts_the_ends_as_a_layer(layers: int, pp: int, found: list[int]) -> None:
-    assert [stage.layers for stage in build_stages(shape(layers), pp, "megatron")] == found
+    assert [stage.layers for stage in build_stages(make_shape(layers), pp, "megatron")] == found
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

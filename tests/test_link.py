@@ -19,7 +19,7 @@ LATENCY, BANDWIDTH = 2e-3, 50e6  # slow enough to hide this machine's own transp
 SIZE = 1_200_000  # elements of float32; divisible by 2, 3 and 4
 
 
-def timed(call) -> float:
+def time_call(call) -> float:
     """Return the median seconds of three calls that begin together on all ranks."""
     seconds = []
     for _ in range(3):
@@ -55,25 +55,25 @@ def test_operations_are_right_and_take_their_time():
             dist.broadcast(y, 1, group=slow)
             return y[-1] == 1
 
-        def message() -> bool:
+        def send_message() -> bool:
             y = torch.empty(SIZE)
             out = ranks.isend(x, (rank + 1) % ranks_, slow)
             ranks.irecv(y, (rank - 1) % ranks_, slow).wait()
             out.wait()
             return y[0] == (rank - 1) % ranks_
 
-        def predicted(operation: str, size: int = 4 * SIZE) -> float:
+        def predict_seconds(operation: str, size: int = 4 * SIZE) -> float:
             return link.estimate_ring_seconds(operation, size, ranks_, LATENCY, BANDWIDTH)
 
         results = {}
         for call, seconds in (
-            (all_reduce, predicted("all_reduce")),
-            (all_gather, predicted("all_gather", 4 * SIZE * ranks_)),
-            (reduce_scatter, predicted("reduce_scatter")),
-            (broadcast, predicted("broadcast")),
-            (message, LATENCY + 4 * SIZE / BANDWIDTH),
+            (all_reduce, predict_seconds("all_reduce")),
+            (all_gather, predict_seconds("all_gather", 4 * SIZE * ranks_)),
+            (reduce_scatter, predict_seconds("reduce_scatter")),
+            (broadcast, predict_seconds("broadcast")),
+            (send_message, LATENCY + 4 * SIZE / BANDWIDTH),
         ):
-            results[call.__name__] = (bool(call()), timed(call), seconds)
+            results[call.__name__] = (bool(call()), time_call(call), seconds)
         return results
 
     for world_size in (2, 3):
@@ -92,7 +92,7 @@ def messages() -> list[float]:
     slow, late = link.create_slow_group(0.0, BANDWIDTH), link.create_slow_group(0.01, BANDWIDTH)
     x, y, whole = torch.ones(SIZE // 4), torch.empty(SIZE // 4), torch.ones(SIZE)
 
-    def four() -> None:
+    def make_four() -> None:
         out = [ranks.isend(x, peer, slow) for _ in range(4)]
         for _ in range(4):
             ranks.irecv(y, peer, slow).wait()
@@ -106,12 +106,12 @@ def messages() -> list[float]:
             time.sleep(0.05)
             ranks.irecv(x, peer, late).wait()
 
-    def overlapped() -> None:
+    def measure_overlap() -> None:
         handle = dist.all_reduce(whole, group=slow, async_op=True)
         time.sleep(0.08)  # the message needs 0.096 s
         handle.wait()
 
-    return [timed(call) for call in (four, received_late, overlapped)]
+    return [time_call(call) for call in (make_four, received_late, measure_overlap)]
 
 
 def test_messages_queue_set_off_when_both_ends_are_there_and_leave_compute_alone():

@@ -29,7 +29,7 @@ def batch(config, step, size):
     return to_device(tokens[:, :-1]), to_device(tokens[:, 1:])
 
 
-def parallel(config, shape, dtype=torch.float64, seed=0, **options):
+def make_parallel(config, shape, dtype=torch.float64, seed=0, **options):
     """Return a job, and the number of this rank's model copy."""
     layout = replace(shape, **{"microbatches": 2, **options})
     groups = mesh.create_groups(layout, dist.group.WORLD)
@@ -74,7 +74,7 @@ def test_bytes_held_and_sent_are_as_predicted(size):
     cases = [(config, layout) for config, layout in COUNTED if layout.world_size == size]
 
     def held_and_sent(config, layout):
-        job, copy = parallel(config, layout, torch.float32)
+        job, copy = make_parallel(config, layout, torch.float32)
         optimizer, sizes, rank = make_adamw(job), [3, 2], dist.get_rank()
         for step in range(2):
             tokens, targets = batch(config, step, sum(sizes))
@@ -100,12 +100,12 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
 
     def go_on(shape):
         """Resume from the checkpoint, or start, and save after the second of four steps."""
-        model, copy = parallel(config, shape, torch.float32, microbatches=4 // shape.dp)
+        model, copy = make_parallel(config, shape, torch.float32, microbatches=4 // shape.dp)
         training, found = Training(model, make_adamw(model)), []
         with Checkpoints(tmp_path, dist.group.WORLD) as store:
             if resumed := bool(store.list_steps()):
                 store.load(training)
-                found.append(contents(training))
+                found.append(read_contents(training))
             while training.step < last:
                 tokens, targets = batch(config, training.step, size)
                 model.step(tokens.chunk(shape.dp)[copy], targets.chunk(shape.dp)[copy])
@@ -114,17 +114,17 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
                 training.step += 1
                 if training.step == 2 and not resumed:
                     store.save(training)
-                    found.append(contents(training))
-        return *found, contents(training)
+                    found.append(read_contents(training))
+        return *found, read_contents(training)
 
-    def contents(training):
+    def read_contents(training):
         """Return the weights, and the existing first moments."""
         states, model = training.optimizer.state, training.model
         return mesh.gather_model_tensors(model), mesh.gather_model_tensors(
             model, lambda p: states.get(p, {}).get("exp_avg")
         )
 
-    def alone():
+    def load_alone():
         """Load the checkpoint in a plain process and return its contents."""
         model = build_plain_model(config, torch.float32)
         training = Training(model, make_adamw(model))
@@ -139,7 +139,7 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
 
     first = replace(EIGHT, zero=1, **ALONG) if not tied else replace(STAGED, **ALONG)
     saved, uninterrupted = run_ranks(lambda: go_on(first), first.world_size)[0]
-    assert same_bits(run_ranks(alone, 1)[0], saved)
+    assert same_bits(run_ranks(load_alone, 1)[0], saved)
     others = [
         (replace(first, pp=1), True),  # p changes no sum
         (Layout(dp=2, tp=2, zero=3), False),
@@ -159,8 +159,8 @@ def test_copied_heads_and_the_bias_of_a_router_go_on_under_another_mesh(tmp_path
         TODAY, heads=4, kv_heads=2, vocab=32, experts=4, router="sigmoid", ffn=24, tied=False
     )
 
-    def saved():
-        job, _ = parallel(config, Layout(tp=4), torch.float32)
+    def save_mesh():
+        job, _ = make_parallel(config, Layout(tp=4), torch.float32)
         for buffer in job.buffers_by_name.values():
             buffer.copy_(torch.arange(4.0) / 100)
         training = Training(job, make_adamw(job))
@@ -169,32 +169,32 @@ def test_copied_heads_and_the_bias_of_a_router_go_on_under_another_mesh(tmp_path
         with Checkpoints(tmp_path, dist.group.WORLD) as store:
             training.step = 1
             store.save(training)
-        return job.full_state_dict(), moments(job, training.optimizer)
+        return job.full_state_dict(), list_moments(job, training.optimizer)
 
-    def moments(model, optimizer):
-        def first(piece):
+    def list_moments(model, optimizer):
+        def get_first(piece):
             return optimizer.state[piece]["exp_avg"]
 
         if isinstance(model, GPT):
-            return {name: first(p) for name, p in model.named_parameters()}
-        return mesh.gather_model_tensors(model, first)
+            return {name: get_first(p) for name, p in model.named_parameters()}
+        return mesh.gather_model_tensors(model, get_first)
 
-    def loaded(shape):
+    def load_mesh(shape):
         model = build_plain_model(config, torch.float32)
         if shape.world_size > 1:
-            model, _ = parallel(config, shape, torch.float32, seed=1)
+            model, _ = make_parallel(config, shape, torch.float32, seed=1)
         optimizer = make_adamw(model)
         with Checkpoints(tmp_path, dist.group.WORLD) as store:
             store.load(Training(model, optimizer))
         whole = model.state_dict() if shape.world_size == 1 else model.full_state_dict()
-        return whole, moments(model, optimizer)
+        return whole, list_moments(model, optimizer)
 
     four = Layout(tp=4), replace(STAGED, zero=1)
-    each = run_ranks(lambda: [saved(), *map(loaded, four)], 4)
+    each = run_ranks(lambda: [save_mesh(), *map(load_mesh, four)], 4)
     want = each[0][0]
     assert want[0]["blocks.1.ffn.router.bias_E"].tolist() == (torch.arange(4.0) / 100).tolist()
     for found in (
-        run_ranks(lambda: loaded(Layout()), 1)[0],
+        run_ranks(lambda: load_mesh(Layout()), 1)[0],
         *(x for mine in each for x in mine[1:]),
     ):
         for mine, theirs in zip(found, want, strict=True):
@@ -204,7 +204,7 @@ def test_copied_heads_and_the_bias_of_a_router_go_on_under_another_mesh(tmp_path
 
 def test_a_plain_process_reads_what_a_mesh_exports(tmp_path):
     def work():
-        job, _ = parallel(GPT2, EIGHT, zero=1, dtype=torch.float32)
+        job, _ = make_parallel(GPT2, EIGHT, zero=1, dtype=torch.float32)
         with pytest.raises(ValueError, match="state_dict: .* call full_state_dict()"):
             job.state_dict()
         export_model(job, tmp_path / "model.pt", dist.group.WORLD)
@@ -230,12 +230,12 @@ def test_groups_are_those_of_torchs_mesh(dp, pp, tp, order):
     )
 
 
-def trained(capsys, line):
+def run_training(capsys, line):
     return run_main(capsys, "mesh", "--steps", "3", *line.split())
 
 
 def test_the_command_trains_counts_and_compares(capsys):
-    status, out, _ = trained(capsys, "--dp 2 --tp 2 --pp 2 --zero 1 --json")
+    status, out, _ = run_training(capsys, "--dp 2 --tp 2 --pp 2 --zero 1 --json")
     found = json.loads(out)
     assert status == 0 and len(found["ranks"]) == 8 and found["tokens_per_second"] > 0
     for one in found["ranks"]:

@@ -75,7 +75,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def theirs(name: str, more: dict[str, Any]) -> Any:
+def make_theirs(name: str, more: dict[str, Any]) -> Any:
     """Return their tiny model, with weights far from the initial ones."""
     import transformers
 
@@ -95,7 +95,7 @@ def theirs(name: str, more: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("case", CASES)
 def test_a_tiny_model_has_the_logits_of_transformers(case: str, tmp_path: Path):
     name, more, own = CASES[case]
-    model, config = theirs(name, more), Config(**(OURS | own))
+    model, config = make_theirs(name, more), Config(**(OURS | own))
     model.save_pretrained(tmp_path)
     if config.yarn is not None:
         assert read_config(tmp_path).yarn == config.yarn

@@ -257,14 +257,18 @@ def test_two_scripts_are_compared(tmp_path, capsys, monkeypatch):
     assert record.steps == 2 and record.noise and (tmp_path / "kept/rank-1.pt").exists()
     assert all(record.full_tensor(key) is not None for key in record.parts)
 
-    def says(plain: str, *options: str) -> str:
+    def run_check(plain: str, *options: str) -> str:
         (tmp_path / "other.py").write_text(plain)
         status, out, err = run_main(capsys, "parity", *options, "other.py", "--", "true")
         assert status == 2 and not out
         return err
 
-    assert "folder='kept': must be new or empty, but it holds" in says(PLAIN, "--folder", "kept")
-    assert "plain: must call parity.watch" in says("pass")
-    failed = says("raise KeyError('which')")  # without a folder: the script's whole output is shown
+    assert "folder='kept': must be new or empty, but it holds" in run_check(
+        PLAIN, "--folder", "kept"
+    )
+    assert "plain: must call parity.watch" in run_check("pass")
+    failed = run_check(
+        "raise KeyError('which')"
+    )  # without a folder: the script's whole output is shown
     assert "line 1, in <module>" in failed and "KeyError: 'which'\n" in failed
     assert "ended with status 1; see its output above" in failed

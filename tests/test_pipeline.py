@@ -87,14 +87,14 @@ def test_balance_is_the_best_there_is(costs, data):
     found = balance_layers([c / 7 for c in costs], parts)
     assert len(found) == parts and sum(found) == len(costs) and min(found) >= 1
 
-    def judged(sizes):
+    def judge_sizes(sizes):
         ends = list(itertools.accumulate(sizes, initial=0))
         sums = [sum(costs[a:b]) for a, b in itertools.pairwise(ends)]
         return max(sums), sum(s * s for s in sums)
 
     cuts = itertools.combinations(range(1, len(costs)), parts - 1)
     ways = [[b - a for a, b in itertools.pairwise([0, *c, len(costs)])] for c in cuts]
-    assert judged(found) == min(judged(way) for way in ways)
+    assert judge_sizes(found) == min(judge_sizes(way) for way in ways)
 
 
 # Messages
@@ -125,7 +125,7 @@ def test_what_is_let_go_has_come(name, stages, m):
 # Stages that sleep
 
 
-def sleeping():
+def make_sleeping():
     found = []
     for name in ("1f1b", "zb-v"):
         plan = make_schedule(name, 4, 6)
@@ -144,7 +144,7 @@ def test_a_measured_timeline_is_the_simulated_one():
     # The course's own target is 4 %, on a quiet machine; 20 % is a wrong order, not a late core.
     errors = []
     for _ in range(3):
-        results = launch(sleeping, 4)
+        results = launch(make_sleeping, 4)
         for number, name in enumerate(("1f1b", "zb-v")):
             timelines = [r[number][0] for r in results]
             assert all(t == timelines[0] for t in timelines)  # equal on every rank

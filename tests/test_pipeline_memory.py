@@ -22,7 +22,7 @@ def launch(fn, size, *args):
     return ranks.run(fn, size, *args, device="cpu", timeout=100, show=False)
 
 
-def counted(plans):
+def count_peaks(plans):
     """Return this rank's peak bytes in each plan's second step, the bytes left, the states."""
     found = {}
     for key, (plan, recompute) in plans.items():
@@ -46,7 +46,7 @@ def counted(plans):
 @pytest.fixture(scope="module")
 def results():
     """Return each plan's bytes by stage."""
-    return launch(counted, 4, PLANS)
+    return launch(count_peaks, 4, PLANS)
 
 
 PLANS = {
@@ -60,7 +60,7 @@ PLANS = {
 }
 
 
-def predicted(plan, stage, recompute):
+def predict_peak(plan, stage, recompute):
     """Return the estimate for 1F1B, with as many activations as `plan` keeps, and all tokens."""
     again, told = "full" if recompute else "none", {"precision": "fp32", "stage": stage}
     layout = Layout(1, 1, plan.stages, 0, EACH, plan.microbatches, again)
@@ -77,7 +77,7 @@ def test_the_peak_of_1f1b_is_predicted_to_the_tensor(results):
     for name in ("1f1b", "1f1b, recomputed", "1f1b, m = p"):
         for stage, result in enumerate(results):
             plan, recompute = PLANS[name]
-            expected = predicted(plan, stage, recompute)
+            expected = predict_peak(plan, stage, recompute)
             # The rest are numbers that belong to no tensor, such as Adam's counters.
             assert abs(result[name]["peak"] / expected - 1) < 1e-3, (name, stage)
 
@@ -88,7 +88,7 @@ def test_the_peak_of_any_schedule_follows_from_its_live_activations(results):
             # Up to eight messages are on their way where stages have several chunks, and 1F1B's two
             # or three are in the prediction. What W needs is a little less than what I needed, 16
             # tensors instead of 17.4 a layer.
-            off = (result[name]["peak"] - predicted(plan, stage, recompute)) / STREAM
+            off = (result[name]["peak"] - predict_peak(plan, stage, recompute)) / STREAM
             assert -5 <= off <= 8, (name, stage, off)
             assert result[name]["left"] == 0, "something outlives the step"
 

@@ -27,7 +27,7 @@ QUICK = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 @st.composite
-def schedules(draw, stages: int = 8, microbatches: int = 20) -> Schedule:
+def draw_schedules(draw, stages: int = 8, microbatches: int = 20) -> Schedule:
     name = draw(st.sampled_from(SCHEDULE_NAMES))
     p, m = draw(st.integers(1, stages)), draw(st.integers(1, microbatches))
     return make_schedule(name, p, m, draw(st.integers(1, 4)) if name == "interleaved" else None)
@@ -37,7 +37,7 @@ def schedules(draw, stages: int = 8, microbatches: int = 20) -> Schedule:
 
 
 @QUICK
-@given(schedules())
+@given(draw_schedules())
 def test_every_schedule_is_valid_and_adds_up_in_one_process_order(made: Schedule) -> None:
     validate(made)
     for order in made.orders:
@@ -50,7 +50,7 @@ def test_every_schedule_is_valid_and_adds_up_in_one_process_order(made: Schedule
 
 
 @QUICK
-@given(schedules())
+@given(draw_schedules())
 def test_messages_have_two_ends(made: Schedule) -> None:
     crossings = sum(
         made.find_owner(part)[0] != made.find_owner(part + 1)[0] for part in range(made.parts - 1)
@@ -75,7 +75,7 @@ def torch_orders() -> tuple[list[tuple], int]:
     """Return (schedule, p, m, v, torch's order by stage), and how many torch refuses."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, schedules
+    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, draw_schedules
 
     kinds = {
         "FORWARD": "F",
@@ -88,7 +88,7 @@ def torch_orders() -> tuple[list[tuple], int]:
         group = dist.new_group(list(range(p)))
         for name, v in (("interleaved", 1), ("interleaved", 2), ("interleaved", 3), ("zb-v", 2)):
             zbv = name == "zb-v"
-            cls = schedules.ScheduleZBVZeroBubble if zbv else ScheduleInterleaved1F1B
+            cls = draw_schedules.ScheduleZBVZeroBubble if zbv else ScheduleInterleaved1F1B
             parts = (0, 2 * p - 1) if zbv else [chunk * p for chunk in range(v)]
             module = torch.nn.Linear(1, 1, device="meta")
             stages = [
@@ -156,28 +156,30 @@ def test_the_bubble_rates_of_the_zero_bubble_paper(p, m, v, times, rates) -> Non
 @QUICK
 @given(*[st.integers(1, n) for n in (8, 20, 4, 9, 9, 9)])
 def test_closed_forms_of_the_bubble(p, m, v, f, i, w) -> None:
-    def of(name: str, chunks: int | None = None) -> Timeline:
+    def make_schedules(name: str, chunks: int | None = None) -> Timeline:
         return simulate(make_schedule(name, p, m, chunks), *map(Fraction, (f, i, w, 0)))
 
     b = i + w
     # Huang et al. 2019 (arXiv 1811.06965); Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.
-    assert of("naive").step_time == p * m * (f + b)
-    assert of("naive").bubble == Fraction(p - 1, p)
+    assert make_schedules("naive").step_time == p * m * (f + b)
+    assert make_schedules("naive").bubble == Fraction(p - 1, p)
     for name in ("gpipe", "1f1b"):
-        assert of(name).step_time == (m + p - 1) * (f + b)
-        assert of(name).bubble == Fraction(p - 1, m + p - 1)
+        assert make_schedules(name).step_time == (m + p - 1) * (f + b)
+        assert make_schedules(name).bubble == Fraction(p - 1, m + p - 1)
     if m >= p:  # stated for multiples of p; groups that are as equal as can be give it for all
-        assert of("interleaved", v).bubble == Fraction(p - 1, v * m + p - 1)
-        assert of("interleaved", v).step_time / (m * (f + b)) == 1 + Fraction(p - 1, v * m)
+        assert make_schedules("interleaved", v).bubble == Fraction(p - 1, v * m + p - 1)
+        assert make_schedules("interleaved", v).step_time / (m * (f + b)) == 1 + Fraction(
+            p - 1, v * m
+        )
     else:
-        assert of("interleaved", v).step_time >= (m + Fraction(p - 1, v)) * (f + b)
+        assert make_schedules("interleaved", v).step_time >= (m + Fraction(p - 1, v)) * (f + b)
     # Qi et al. 2023 (arXiv 2401.10241), Table 2. They assume equal times; found here: it holds
     # as long as the weights' part is no longer than what it has to fill.
     work = m * (f + i + w)
     if m >= p and w <= f:
-        assert of("zb-h1").step_time == work + (p - 1) * (f + i - w)
+        assert make_schedules("zb-h1").step_time == work + (p - 1) * (f + i - w)
     if m >= 2 * p - 1 and w <= f and 2 * w <= f + i:
-        assert of("zb-h2").step_time == work + (p - 1) * (f + i - 2 * w)
+        assert make_schedules("zb-h2").step_time == work + (p - 1) * (f + i - 2 * w)
 
 
 @QUICK
@@ -212,7 +214,7 @@ def test_zb_v_has_no_bubble_for_equal_times() -> None:
 
 
 @QUICK
-@given(schedules(4, 6))
+@given(draw_schedules(4, 6))
 def test_text_is_read_back(made: Schedule) -> None:
     rows = str(made).splitlines()
     assert parse_schedule(*rows).orders == made.orders

@@ -108,7 +108,7 @@ def test_prints_come_by_rank_and_the_same_every_time(capfd: pytest.CaptureFixtur
 # works: that of the next test (the fixture checks that no process is left).
 
 
-def failing(work, world_size: int = 4, timeout: float = 60.0, method: str = "fork"):
+def run_failing(work, world_size: int = 4, timeout: float = 60.0, method: str = "fork"):
     """Run `work`, which fails; return the error and the seconds until the error."""
     begin = time.monotonic()
     with pytest.raises(RankError) as caught:
@@ -121,13 +121,13 @@ def spin() -> None:
         pass
 
 
-def boom() -> None:
+def raise_boom() -> None:
     raise ValueError("boom")
 
 
 # What rank 1 does while the others all-reduce -> words of the error.
 DOES = {
-    "raises": (boom, "rank 1 of 3 raised ValueError: boom"),
+    "raises": (raise_boom, "rank 1 of 3 raised ValueError: boom"),
     "is killed": (lambda: os.kill(os.getpid(), 9), "rank 1 of 3 was killed by SIGKILL"),
     "dies of a bad address": (lambda: ctypes.string_at(0), "SIGSEGV"),
     "leaves through the back door": (lambda: os._exit(5), "exit status 5"),
@@ -147,7 +147,7 @@ def test_the_rank_at_fault_is_named_with_what_it_did(what: str):
             does()
         add_ranks()
 
-    error, seconds = failing(work, 3, 1.0 if what in HANGS else 60.0)
+    error, seconds = run_failing(work, 3, 1.0 if what in HANGS else 60.0)
     assert error.ranks == [1] and error.rank == 1
     assert words in str(error) and "Connection" not in str(error)  # the neighbours' complaints
     assert "test_ranks.py" in str(error) or "exit" in words or "SIGKILL" in words
@@ -157,7 +157,7 @@ def test_the_rank_at_fault_is_named_with_what_it_did(what: str):
         assert seconds < 30  # at once, not at the timeout of 60 s
 
 
-def early() -> None:
+def return_early() -> None:
     if dist.get_rank() != 1:
         add_ranks()
 
@@ -182,7 +182,7 @@ def a_circle() -> None:
 
 
 PART = {  # ranks that diverge: the culprit, and words of the error
-    early: ([1], "returned early"),
+    return_early: ([1], "returned early"),
     in_another_order: ([1], "rank 1 called broadcast(float32[3])", "called all_reduce(float32[4])"),
     sizes: ([1], "all_reduce(float32[5])"),
     a_circle: ([0, 1, 2], "each waits for another one"),
@@ -191,7 +191,7 @@ PART = {  # ranks that diverge: the culprit, and words of the error
 
 @pytest.mark.parametrize("calls", PART, ids=lambda calls: calls.__name__)
 def test_ranks_that_part_ways(calls):
-    error, _ = failing(calls, 3, timeout=1)
+    error, _ = run_failing(calls, 3, timeout=1)
     at_fault, *words = PART[calls]
     assert error.ranks == at_fault and all(word in str(error) for word in words), error
 
@@ -199,7 +199,7 @@ def test_ranks_that_part_ways(calls):
 # Ranks that all return, although they disagreed. gloo gives them garbage, without an error.
 
 
-def shape(me: int) -> None:
+def check_shape(me: int) -> None:
     dist.broadcast(torch.ones(4 + me), 0)
 
 
@@ -207,7 +207,7 @@ def type_(me: int) -> None:
     dist.all_reduce(torch.ones(4, dtype=[torch.float32, torch.int32][me]))
 
 
-def operation(me: int) -> None:
+def check_operation(me: int) -> None:
     dist.all_reduce(torch.ones(4), [dist.ReduceOp.SUM, dist.ReduceOp(dist.ReduceOp.MAX)][me])
 
 
@@ -221,23 +221,25 @@ def sizes_in_a_group(me: int) -> None:
 
 
 DISAGREE = {
-    shape: ("broadcast(float32[4])", "broadcast(float32[5])"),
+    check_shape: ("broadcast(float32[4])", "broadcast(float32[5])"),
     type_: ("all_reduce(float32[4])", "all_reduce(int32[4])"),
-    operation: ("SUM", "MAX"),
+    check_operation: ("SUM", "MAX"),
     sizes_in_a_group: ("number 2", "broadcast(float32[3])", "broadcast(float32[5])"),
 }
 
 
 @pytest.mark.parametrize("calls", DISAGREE, ids=lambda calls: calls.__name__)
 def test_ranks_that_return_without_having_agreed(calls):
-    error, _ = failing(lambda: calls(dist.get_rank()), 2)
+    error, _ = run_failing(lambda: calls(dist.get_rank()), 2)
     assert error.ranks == [1]
     for word in ("rank 0 called", "rank 1 called", "test_ranks.py, line", *DISAGREE[calls]):
         assert word in str(error)
 
 
 def test_fresh_ranks_are_watched_like_forked_ones():
-    error, _ = failing(lambda: dist.broadcast(torch.ones(4 + dist.get_rank()), 0), 2, 60, "fresh")
+    error, _ = run_failing(
+        lambda: dist.broadcast(torch.ones(4 + dist.get_rank()), 0), 2, 60, "fresh"
+    )
     assert error.ranks == [1] and "rank 0 called broadcast(float32[4])" in str(error)
 
 
@@ -252,7 +254,7 @@ def parts(me: int) -> None:
     dist.reduce_scatter(share, [torch.ones(4), torch.ones(5)])
 
 
-def roots(me: int) -> None:
+def check_roots(me: int) -> None:
     x, every = torch.ones(4), [torch.ones(4) for _ in range(2)]
     dist.gather(x, every if me else None, 1)
     dist.scatter(x, None if me else every, 0)
@@ -278,7 +280,7 @@ def messages(me: int) -> None:
 
 
 def test_what_differs_by_right_is_no_disagreement():
-    calls = parts, roots, groups, messages
+    calls = parts, check_roots, groups, messages
     run(lambda: [call(dist.get_rank()) for call in calls] and None, 2, timeout=20)
 
 
@@ -286,7 +288,7 @@ def test_a_result_that_cannot_be_sent_back():
     def work() -> object:
         return (i for i in range(3)) if dist.get_rank() == 1 else 0
 
-    error, _ = failing(work, 2)
+    error, _ = run_failing(work, 2)
     assert error.ranks == [1]
     assert "generator" in str(error) and "cannot be sent" in str(error)
 

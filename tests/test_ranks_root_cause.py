@@ -20,7 +20,7 @@ READS = ["loss.item()", "x[mask].sum()", "torch.cuda.synchronize()"]
 SCRIPT = ["dist.all_reduce(loss)", "dist.broadcast(loss, 0)", "while True: step()", *READS]
 
 
-def explained(
+def explain_stands(
     folder: Path,
     stands: list[str],
     entered: list[list[str]],
@@ -62,14 +62,14 @@ def test_ranks_that_read_a_result_wait(read: str, tmp_path: Path):
     """Rank 2 spins; the others have entered a collective and wait where they need its result."""
     stands = [read, read, "while True: step()", read]
     two = ["all_reduce", "all_reduce"]
-    at_fault, message = explained(tmp_path, stands, [two, two, ["all_reduce"], two])
+    at_fault, message = explain_stands(tmp_path, stands, [two, two, ["all_reduce"], two])
     assert at_fault == [2]
     assert "rank 2 of 4" in message and "Ranks 0, 1 and 3 wait for rank 2 in all_reduce" in message
 
 
 def test_a_collective_that_hangs_when_its_function_is_over(tmp_path: Path):
     """No rank has read the result: the GPU still waits for rank 1, which has returned."""
-    at_fault, message = explained(tmp_path, [OVER, OVER], [["all_reduce"] * 2, ["all_reduce"]])
+    at_fault, message = explain_stands(tmp_path, [OVER, OVER], [["all_reduce"] * 2, ["all_reduce"]])
     assert at_fault == [1]
     assert "Rank 0 waits for rank 1 in all_reduce at" in message
     assert "script.py, line 1, in train" in message
@@ -79,7 +79,7 @@ def test_groups_are_looked_at_one_by_one(tmp_path: Path):
     """Rank 0 waits in its own group; in the other group both ranks entered equally many calls."""
     calls = [["0, 1:all_reduce"], [], ["2, 3:broadcast"], ["2, 3:broadcast"]]
     stands = ["loss.item()", "while True: step()", "loss.item()", "loss.item()"]
-    at_fault, _ = explained(tmp_path, stands, calls)
+    at_fault, _ = explain_stands(tmp_path, stands, calls)
     assert at_fault == [1]
 
 
@@ -87,7 +87,7 @@ def test_with_gloo_a_rank_that_reads_does_not_wait(tmp_path: Path):
     """With gloo, wait() blocks until the result exists: a rank that reads a number has it."""
     calls = [["all_reduce"], ["all_reduce"]]
     stands = ["loss.item()", "loss.item()"]
-    _, message = explained(tmp_path, stands, calls, backend="gloo")
+    _, message = explain_stands(tmp_path, stands, calls, backend="gloo")
     assert "rank 0 of 2 did not finish" in message and "waits" not in message
 
 

@@ -52,7 +52,7 @@ PAIR = make_schedule("1f1b", 2, 2)
 Table = dict[str, Callable[[], Any]]
 
 
-def said(call: Callable[[], Any]) -> str:
+def get_message(call: Callable[[], Any]) -> str:
     """Return the message of the ValueError."""
     try:
         call()
@@ -61,20 +61,22 @@ def said(call: Callable[[], Any]) -> str:
     return "nothing was raised"
 
 
-def missed(table: Table) -> dict[str, str]:
+def find_missing_words(table: Table) -> dict[str, str]:
     """Return the actual messages by the expected words that they lack."""
-    found = {words: said(call) for words, call in table.items()}
+    found = {words: get_message(call) for words, call in table.items()}
     return {words: text for words, text in found.items() if words not in text or "\n" in text}
 
 
 # --- Values -------------------------------------------------------------------------------------
 
 
-def cuts(seq: int | None = None, **options: Any) -> Callable[[], None]:
+def check_cuts(seq: int | None = None, **options: Any) -> Callable[[], None]:
     return lambda: mesh.check_supported(replace(PLAIN, heads=2), Layout(**options), seq)
 
 
-def held(config: Config = NANO, attention: str = "fused", **options: Any) -> Callable[[], Any]:
+def check_held(
+    config: Config = NANO, attention: str = "fused", **options: Any
+) -> Callable[[], Any]:
     return lambda: memory.estimate_step(config, Layout(**options), attention=attention)
 
 
@@ -96,10 +98,10 @@ LAYOUTS: Table = {
     "is no field of a layout; write": lambda: layout.parse_layout("d 2 · q 2"),
     # A layout and a model.
     "pp=2: must divide layers=5": lambda: layout.build_stages(replace(PLAIN, layers=5), 2),
-    "heads=2: must be a multiple of the 4 ranks": cuts(tp=4),
-    "zero=2: must be 0 or 1 with pp=2": cuts(pp=2, zero=2),
-    "seq=9: must be divisible by tp=2": cuts(tp=2, sequence_parallel=True, seq=9),
-    "tp=3: must divide": held(tp=3),
+    "heads=2: must be a multiple of the 4 ranks": check_cuts(tp=4),
+    "zero=2: must be 0 or 1 with pp=2": check_cuts(pp=2, zero=2),
+    "seq=9: must be divisible by tp=2": check_cuts(tp=2, sequence_parallel=True, seq=9),
+    "tp=3: must divide": check_held(tp=3),
     "precision='fp12': must be": lambda: memory.estimate_step(NANO, Layout(), precision="fp12"),
     "gpus=12: must": lambda: strategy.plan(GPT3, A100, 12, 512),
 }
@@ -118,7 +120,7 @@ TECHNIQUES: Table = {
 
 @pytest.mark.parametrize("table", [MODELS, LAYOUTS, TECHNIQUES], ids=["model", "layout", "other"])
 def test_a_wrong_value_is_named(table: Table) -> None:
-    assert missed(table) == {}
+    assert find_missing_words(table) == {}
 
 
 # --- On two ranks -------------------------------------------------------------------------------
@@ -167,7 +169,7 @@ def on_two(group: Any) -> Table:
     }
 
 
-def foreign(one: Any) -> list[Callable[[], Any]]:
+def list_foreign_calls(one: Any) -> list[Callable[[], Any]]:
     """Yield calls with a group that this rank is not a member of."""
     x = torch.zeros(1, 4, 4, 8)
     return [
@@ -187,8 +189,8 @@ def on_a_rank() -> tuple[dict[str, str], list[str]]:
     one = [dist.new_group([each]) for each in range(2)][1 - rank]
     table = on_two(dist.group.WORLD)
     with count.record_traffic() as sent:
-        found = missed(table)
-        strange = [said(call) for call in foreign(one)]
+        found = find_missing_words(table)
+        strange = [get_message(call) for call in list_foreign_calls(one)]
     assert not sent.calls and not sent.messages
     return found, [text for text in strange if "a process group that contains this" not in text]
 

@@ -29,17 +29,19 @@ CASES = [
     for gpus in (1, 2, 4)
     for topic in drives.TOPICS
     for name, drive in drives.drives(topic).items()
-    if gpus in drives.numbers(drive)
+    if gpus in drives.list_gpu_counts(drive)
 ]
 
 
-def _daily(name: str) -> tuple[int, ...]:
+def _list_daily(name: str) -> tuple[int, ...]:
     """Return the numbers of GPUs on which a drive runs each day."""
-    return drives.numbers(drives.drives(name.partition(".")[0])[name], whole=False)
+    return drives.list_gpu_counts(drives.drives(name.partition(".")[0])[name], whole=False)
 
 
 @cache
-def _said(module: str, whole: bool, *named: str, **more: str) -> dict[tuple[str, int], str]:
+def _collect_errors(
+    module: str, whole: bool, *named: str, **more: str
+) -> dict[tuple[str, int], str]:
     """Return the error of each of a module's drives or seeds, by name and GPUs; "" for none."""
     settings = {"REHEARSE_FORK": "1"} | ({"REHEARSE_WHOLE": "1"} if whole else {}) | more
     environment = lessons.environment(4, **settings)
@@ -55,9 +57,9 @@ def _said(module: str, whole: bool, *named: str, **more: str) -> dict[tuple[str,
 @pytest.mark.parametrize(("name", "gpus"), CASES)
 def test_drive(name: str, gpus: int, request: pytest.FixtureRequest):
     whole = request.config.getoption("--whole")
-    if gpus not in _daily(name) and not whole:
-        pytest.skip(f"as on {_daily(name)[0]}: --whole")
-    assert _said("rehearsal.drives", whole)[name, gpus] == ""
+    if gpus not in _list_daily(name) and not whole:
+        pytest.skip(f"as on {_list_daily(name)[0]}: --whole")
+    assert _collect_errors("rehearsal.drives", whole)[name, gpus] == ""
 
 
 INTELS = "contract.DDP", "memory.held_saved_and_sent", "ranks.messages"
@@ -67,14 +69,14 @@ INTELS += "ranks.a_device_for_each", "tensor_parallel.dropout", "zero.bf16"
 @pytest.mark.weekly("the same drives, where torch has another name for the device")
 def test_a_device_of_another_name_goes_the_same_ways():
     """Intel's GPUs: torch calls the device "xpu" and the backend "xccl". None is shared."""
-    found = _said("rehearsal.drives", False, *INTELS, REHEARSE="2", REHEARSE_DEVICE="xpu")
+    found = _collect_errors("rehearsal.drives", False, *INTELS, REHEARSE="2", REHEARSE_DEVICE="xpu")
     assert {name: found[name, 2] for name in INTELS} == dict.fromkeys(INTELS, "")
 
 
 @pytest.mark.weekly("a test of the rehearsal, not of the course")
 @pytest.mark.parametrize("seed", seeds.SEEDS, ids=lambda seed: seed.name)
 def test_seeded_fault_is_found(seed: seeds.Seed):
-    honest = drives.numbers(drives.drives(seed.drive.partition(".")[0])[seed.drive])
+    honest = drives.list_gpu_counts(drives.drives(seed.drive.partition(".")[0])[seed.drive])
     assert seed.gpus in honest, "honest code does not run this drive on so many GPUs"
-    found = _said("rehearsal.seeds", False)[seed.name, seed.gpus]
+    found = _collect_errors("rehearsal.seeds", False)[seed.name, seed.gpus]
     assert seed.sign in found, found or f"{seed.drive} did not find it"

@@ -28,7 +28,7 @@ def batch(step, sequences=2):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def cut(model, group):
+def shard_model(model, group):
     """Return `model`, cut by width inside its layers and by tokens outside."""
     return tp.parallelize(model, group, edges=sp.SEQUENCE_SHARDED)
 
@@ -53,7 +53,7 @@ def one_step(edges, choices, sequences=2):
     return forward, backward, gradients
 
 
-def wire(sent, size):
+def count_bytes_sent(sent, size):
     """Return the bytes that leave a rank for its collectives."""
     one = Fraction(size - 1, size)
     each = {"all_gather_into_tensor": size * one, "all_to_all_single": one, "all_reduce": 2 * one}
@@ -86,7 +86,7 @@ def test_collectives_and_bytes_of_a_step_are_those_predicted(size):
                 sequence_sharded=kind != "replicated",
                 keep_entered=kind == "kept",
             )
-            counted = [wire(one, size) for one in sent]
+            counted = [count_bytes_sent(one, size) for one in sent]
             assert counted == [predicted[name] for name in ("forward", "backward", "gradients")]
             calls = sum((one.calls for one in sent), start=type(sent[0].calls)())
             payload = sum((one.payload for one in sent), start=type(sent[0].payload)())
@@ -102,14 +102,14 @@ def test_collectives_and_bytes_of_a_step_are_those_predicted(size):
             assert again[1] == plain[1] * Fraction(3, 2)
 
 
-def dropped():
+def check_dropout():
     """Check that ranks' tokens have different dropout masks, and generators agree afterwards."""
-    model = cut(gpt(dropout=0.5), dist.group.WORLD)
+    model = shard_model(gpt(dropout=0.5), dist.group.WORLD)
     ones = to_device(torch.ones(1, 8, 32))
     torch.manual_seed(1)
     return model.blocks[0].dropout(ones) > 0, torch.get_rng_state()
 
 
 def test_ranks_drop_their_tokens_by_seeds_of_their_own():
-    (one, state), (other, theirs) = run_ranks(dropped, 2)
+    (one, state), (other, theirs) = run_ranks(check_dropout, 2)
     assert not torch.equal(one, other) and torch.equal(state, theirs)

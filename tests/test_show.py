@@ -37,7 +37,7 @@ def test_a_table_aligns_numbers_and_escapes(capsys):
     assert "what" in capsys.readouterr().out
 
 
-def picture():
+def draw_picture():
     show.set_style()
     figure, axes = plt.subplots(figsize=(3, 2))
     axes.plot([1, 2, 3], [1, 4, 2])
@@ -47,7 +47,7 @@ def picture():
 
 
 def test_a_picture_takes_its_ink_from_the_page():
-    shown = show.figure(picture(), "A line that rises & falls.", "one")
+    shown = show.figure(draw_picture(), "A line that rises & falls.", "one")
     assert "currentColor" in shown.html and show.INK not in shown.html
     assert 'aria-label="A line that rises &amp; falls."' in shown.html
     assert "<text" in shown.html  # text stays text
@@ -56,18 +56,18 @@ def test_a_picture_takes_its_ink_from_the_page():
 
 
 def test_the_same_picture_is_the_same_bytes_and_two_share_no_id():
-    first, again = (show.figure(picture(), "A line.", "one").html for _ in range(2))
-    other = show.figure(picture(), "A line.", "two").html
+    first, again = (show.figure(draw_picture(), "A line.", "one").html for _ in range(2))
+    other = show.figure(draw_picture(), "A line.", "two").html
     assert first == again
 
-    def ids(page: str) -> set[str]:
+    def list_ids(page: str) -> set[str]:
         return {e.get("id") for e in ElementTree.fromstring(page).iter() if e.get("id")}
 
-    assert ids(first) and not ids(first) & ids(other)
+    assert list_ids(first) and not list_ids(first) & list_ids(other)
 
 
 def test_a_picture_file_follows_the_mode(tmp_path):
-    path = show.save_svg(picture(), tmp_path / "line.svg", "A line.")
+    path = show.save_svg(draw_picture(), tmp_path / "line.svg", "A line.")
     written = path.read_text()
     assert "prefers-color-scheme:dark" in written and "svg:root" in written
     ElementTree.fromstring(written)

@@ -27,7 +27,7 @@ def number(path: Path) -> int:
 # --- The pictures -----------------------------------------------------------------------------
 
 
-def steps(series: str) -> list[Path]:
+def list_steps(series: str) -> list[Path]:
     """Return the pictures of a series, in order: a topic's own, or `pipeline_naive`."""
     return sorted(FOLDER.glob(f"{series}_[0-9]*.svg"), key=number)
 
@@ -37,7 +37,7 @@ def test_lessons_show_all_steps_in_order_and_describe_what_is_drawn(series: str)
     topic = next(topic for topic in TOPICS if series.startswith(topic))
     lesson = (show.ROOT / f"lessons/{topic}.md").read_text("utf-8")
     blocks = re.findall(r"^:::\{step-through\} \S.*?^:::$", lesson, re.DOTALL | re.MULTILINE)
-    files = steps(series)
+    files = list_steps(series)
     (block,) = (block for block in blocks if f"/{files[0].name})" in block)
     items = re.findall(
         r"^(\d+)\. !\[(.*?)\]\(\.\./figures/steps/(\w+\.svg)\)$", block, re.MULTILINE

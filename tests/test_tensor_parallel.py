@@ -22,7 +22,7 @@ LLAMA = Config(
 )  # fmt: skip
 
 
-def world():
+def make_world():
     return dist.group.WORLD
 
 
@@ -31,7 +31,7 @@ def batch(config, step=0, size=3):
     return to_device(torch.randint(config.vocab, (2, size, config.seq), generator=generator))
 
 
-def own(tensor, dimension, group):
+def take_own(tensor, dimension, group):
     """Return this rank's part of an unsharded tensor."""
     if dimension is None:
         return tensor
@@ -39,9 +39,9 @@ def own(tensor, dimension, group):
     return tensor.narrow(dimension, part.start, part.stop - part.start)
 
 
-def losses():
+def check_losses():
     """Compare the loss with F.cross_entropy: large logits, 16 bits, sums, and bytes sent."""
-    group, size = world(), dist.get_world_size()
+    group, size = make_world(), dist.get_world_size()
     torch.manual_seed(0)
     worst = {}
     for name, scale, dtype, reduction in (
@@ -52,7 +52,10 @@ def losses():
     ):
         whole = to_device(scale * torch.randn(2, 5, 12 * size, dtype=torch.float64)).to(dtype)
         targets = to_device(torch.randint(12 * size, (2, 5)))
-        logits = [whole.clone().requires_grad_(), own(whole, -1, group).clone().requires_grad_()]
+        logits = [
+            whole.clone().requires_grad_(),
+            take_own(whole, -1, group).clone().requires_grad_(),
+        ]
         wanted = loss(logits[0], targets, reduction)
         with count.record_traffic() as sent:
             found = tp.vocab_parallel_loss(logits[1], targets, group, reduction)
@@ -62,14 +65,14 @@ def losses():
         with pytest.raises(RuntimeError, match="second time"):
             found.backward()
         assert found.dtype == wanted.dtype and logits[1].grad.dtype == dtype
-        wanted_grad = own(logits[0].grad, -1, group)
+        wanted_grad = take_own(logits[0].grad, -1, group)
         worst[name] = max(max_diff(found, wanted), max_diff(logits[1].grad, wanted_grad))
     return worst, sent.collectives
 
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_the_loss_never_gathers_logits(size):
-    for worst, sent in run_ranks(losses, size):
+    for worst, sent in run_ranks(check_losses, size):
         # float64; 10 tokens of up to 48 entries, for "large" at 1e4: 1e-12 of them is lost.
         assert worst["plain"] < 1e-13 and worst["sum"] < 1e-12 and worst["large"] < 1e-11
         # float32 inside, and gradients of up to 0.2 rounded to 8 bits.
@@ -78,15 +81,15 @@ def test_the_loss_never_gathers_logits(size):
         assert sent == ({"all_reduce": (2, 3 * tokens * 4)} if size > 1 else {})
 
 
-def counted(config):
+def count_step(config):
     """Compare a step's all-reduces and bytes, and bytes of states, with the formulas."""
     t, tokens = dist.get_world_size(), batch(config, size=2)
-    model = tp.parallelize(build_plain_model(config, torch.float32), world())
+    model = tp.parallelize(build_plain_model(config, torch.float32), make_world())
     optimizer = make_adamw(model)
     with count.record_traffic() as forward:
         logits = model(tokens[0])
     with count.record_traffic() as of_loss:
-        value = tp.vocab_parallel_loss(logits, tokens[1], world())
+        value = tp.vocab_parallel_loss(logits, tokens[1], make_world())
     with count.record_traffic() as backward:
         value.backward()
     with count.record_traffic() as clipped:
@@ -117,7 +120,7 @@ def test_all_reduces_bytes_and_states_are_as_predicted(size):
         GPT2, LLAMA, replace(LLAMA, layers=3), replace(LLAMA, **mixed), today, latent,
         replace(latent, query_latent=None, window=3),
     )  # fmt: skip
-    for results in run_ranks(lambda: [counted(config) for config in configs], size):
+    for results in run_ranks(lambda: [count_step(config) for config in configs], size):
         for config, (found, predicted) in zip(configs, results, strict=True):
             assert found == predicted, config
     few, many = (tp.predict_calls(replace(GPT2, layers=n), size) for n in (1, 4))
@@ -140,21 +143,23 @@ class Order(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def overlapped():
+def record_overlap():
     x = to_device(torch.randn(2, 3, 8)).requires_grad_()
     weights = [to_device(torch.randn(n, 8)).requires_grad_() for n in (4, 2, 2)]
     biases = [to_device(torch.randn(4)).requires_grad_(), None, None]
-    loss = sum(y.square().sum() for y in apply_columns(x, weights, biases, world(), tp.REPLICATED))
+    loss = sum(
+        y.square().sum() for y in apply_columns(x, weights, biases, make_world(), tp.REPLICATED)
+    )
     plain = dist.all_reduce
     with Order() as order:
 
-        def noted(*args, **options):
+        def note_call(*args, **options):
             assert options["async_op"]
             work = plain(*args, **options)
             waits = work.wait
             return type("Work", (), {"wait": lambda _: (order.seen.append("wait"), waits())})()
 
-        dist.all_reduce = noted
+        dist.all_reduce = note_call
         try:
             loss.backward()
         finally:
@@ -162,7 +167,7 @@ def overlapped():
     found = [t.grad for t in (x, *weights, biases[0])]
     for t in (x, *weights, biases[0]):
         t.grad = None
-    entered = tp.copy_to(x, world())
+    entered = tp.copy_to(x, make_world())
     ys = [F.linear(entered, w, b) for w, b in zip(weights, biases, strict=True)]
     sum(y.square().sum() for y in ys).backward()
     worst = max(max_diff(f, t.grad) for f, t in zip(found, (x, *weights, biases[0]), strict=True))
@@ -170,13 +175,13 @@ def overlapped():
 
 
 def test_weights_gradients_are_computed_while_the_inputs_is_under_way():
-    for order, worst in run_ranks(overlapped, 2):
+    for order, worst in run_ranks(record_overlap, 2):
         assert order == ["mm", "addmm_", "addmm_", "allreduce_", "mm", "mm", "mm", "wait"]
         assert worst < 1e-4  # float32; sums of 6 and 8 terms of size 10, as layer by layer
 
 
 def states_there_and_back():
-    group, rank, size = world(), dist.get_rank(), dist.get_world_size()
+    group, rank, size = make_world(), dist.get_rank(), dist.get_world_size()
     for config in (GPT2, LLAMA):
         plain, other = build_plain_model(config, seed=1), build_plain_model(config, seed=2)
         model = tp.parallelize(other, group)
@@ -184,7 +189,9 @@ def states_there_and_back():
             tp.load_full_state_dict(model, plain.state_dict())
         assert not sent.calls and not sent.messages
         tokens = batch(config)[0]
-        assert max_diff(model(tokens), own(plain(tokens), -1, group)) < 1e-12  # float64, as above
+        assert (
+            max_diff(model(tokens), take_own(plain(tokens), -1, group)) < 1e-12
+        )  # float64, as above
         wanted = plain.state_dict()
         for to in (None, *range(size)):
             full = tp.full_state_dict(model, to)
@@ -213,7 +220,7 @@ def test_states_go_into_shares_and_come_back_bit_for_bit():
 def initialized(config):
     with torch.device("meta"):
         model = GPT(config)
-    tp.parallelize(model, world())
+    tp.parallelize(model, make_world())
     assert all(p.is_meta for p in model.parameters())
     torch.manual_seed(3)
     with count.track_memory() as held, count.record_traffic() as sent:
@@ -236,9 +243,9 @@ def test_a_model_that_is_whole_nowhere_has_the_numbers_of_one_that_is():
     run_ranks(lambda: [initialized(config) for config in (GPT2, LLAMA)], 2, device="cpu")
 
 
-def dropped():
+def check_dropout():
     """Check that ranks' equal heads have different dropout masks; generators agree afterwards."""
-    model = tp.parallelize(build_plain_model(replace(GPT2, dropout=0.5)), world())
+    model = tp.parallelize(build_plain_model(replace(GPT2, dropout=0.5)), make_world())
     attention = model.blocks[0].attention
     with torch.no_grad():
         for name in ("query", "key", "value"):
@@ -251,5 +258,5 @@ def dropped():
 
 
 def test_heads_drop_by_seeds_of_their_own():
-    (part, state), (other, theirs) = run_ranks(dropped, 2)
+    (part, state), (other, theirs) = run_ranks(check_dropout, 2)
     assert not torch.equal(part, other) and torch.equal(state, theirs)

@@ -17,7 +17,7 @@ from shardlab.tensor_types import random_programs
 from shardlab.tensor_types.adjoint import find_contradictions
 
 
-def world():
+def make_world():
     return dist.group.WORLD
 
 
@@ -26,14 +26,14 @@ def make_parameter(*shape, **types):
     return tt.declare_types(torch.randn(*shape).requires_grad_(), **types)
 
 
-def refused(step, **degrees):
+def get_refusal(step, **degrees):
     """Return the checker's message for a step that it must refuse."""
     verdict = tt.check_step(step, **(degrees or {"tp": 2}))
     assert not verdict, f"{step.__name__} passes"
     return verdict.message
 
 
-def passes(step, **degrees):
+def check_passes(step, **degrees):
     verdict = tt.check_step(step, **(degrees or {"tp": 2}))
     assert verdict, verdict
     return verdict
@@ -42,20 +42,21 @@ def passes(step, **degrees):
 # Accepted random programs are right by finite differences.
 
 
-def judged(chosen):
+def judge(chosen):
     return [
-        random_programs.find_wrong_gradients(p, s, world(), OPERATORS) for s, p in enumerate(chosen)
+        random_programs.find_wrong_gradients(p, s, make_world(), OPERATORS)
+        for s, p in enumerate(chosen)
     ]
 
 
-def refusals(chosen):
-    return [random_programs.find_type_error(p, world(), OPERATORS) for p in chosen]
+def list_refusals(chosen):
+    return [random_programs.find_type_error(p, make_world(), OPERATORS) for p in chosen]
 
 
-def sound(number, seed):
+def check_sound(number, seed):
     chosen = random_programs.draw_programs(number, seed)
-    said = ranks.run_with_fake_group(refusals, 2, chosen)
-    wrong = ranks.run(judged, 2, chosen, timeout=400, show=False)
+    said = ranks.run_with_fake_group(list_refusals, 2, chosen)
+    wrong = ranks.run(judge, 2, chosen, timeout=400, show=False)
     assert wrong[0] == wrong[1]
     passed = [names for names, why in zip(wrong[0], said, strict=True) if not why]
     assert passed == [[]] * len(passed)
@@ -65,20 +66,20 @@ def sound(number, seed):
 
 
 def test_of_random_programs_all_that_pass_are_right():
-    passed, wrong, refused = sound(60, seed=0)  # the lesson executes 200
+    passed, wrong, refused = check_sound(60, seed=0)  # the lesson executes 200
     assert passed > 15 and wrong > refused / 2
 
 
 @pytest.mark.weekly("takes a minute")
 @pytest.mark.timeout(500)
 def test_of_1500_random_programs_all_that_pass_are_right():
-    assert sound(1500, seed=0) == (452, 832, 1048)  # the numbers of the lesson
+    assert check_sound(1500, seed=0) == (452, 832, 1048)  # the numbers of the lesson
 
 
 def test_a_wrong_gradient_is_found_by_finite_differences():
     """The test of the test: f forgotten, g twice, and the correct program."""
     chosen = [("*V",), ("split", "g"), ("f", "*V")]
-    assert ranks.run(judged, 2, chosen)[0] == [["x"], ["x"], []]
+    assert ranks.run(judge, 2, chosen)[0] == [["x"], ["x"], []]
 
 
 # Types of the course's operators, by numbers.
@@ -98,7 +99,9 @@ def all_signatures():
     for name, (operator, _, dimension) in EDGES.items():
         pairs = [f"{src} -> {dst}" for src, dst in product(tt.TYPES, tt.TYPES)]
         found[name] = [
-            w for w in pairs if not find_contradictions(operator, w, world(), dimension=dimension)
+            w
+            for w in pairs
+            if not find_contradictions(operator, w, make_world(), dimension=dimension)
         ]
     return found
 
@@ -124,8 +127,8 @@ class Forgets(torch.autograd.Function):
 
 def wrong_operator():
     pairs = [f"{src} -> {dst}" for src, dst in product(tt.TYPES, tt.TYPES)]
-    fits = [w for w in pairs if not find_contradictions(Forgets.apply, w, world())]
-    return fits, find_contradictions(Forgets.apply, "I -> R", world())
+    fits = [w for w in pairs if not find_contradictions(Forgets.apply, w, make_world())]
+    return fits, find_contradictions(Forgets.apply, "I -> R", make_world())
 
 
 def test_numbers_find_a_backward_that_does_not_fit():
@@ -174,52 +177,56 @@ def forward(enter, leave, bias="behind"):
     return step
 
 
-def nothing(x, group):
+def do_nothing(x, group):
     return x
 
 
-def twice(operator):
+def apply_twice(operator):
     return lambda x, group: operator(operator(x, group), group)
 
 
-def raw(x, group):
+def send_raw(x, group):
     x = x.clone()
     dist.all_reduce(x, group=group)
     return x
 
 
-def gathered(x, group):
+def gather_all(x, group):
     out = torch.empty(2 * len(x), *x.shape[1:])
     dist.all_gather_into_tensor(out, x, group=group)
     return out[: len(x)]
 
 
 MISTAKES = {
-    "f forgotten": (forward(nothing, tp_.reduce_from), "linear(", "apply copy_to (I -> R)"),
-    "f twice": (forward(twice(tp_.copy_to), tp_.reduce_from), "but its input is R", "is R already"),
+    "f forgotten": (forward(do_nothing, tp_.reduce_from), "linear(", "apply copy_to (I -> R)"),
+    "f twice": (
+        forward(apply_twice(tp_.copy_to), tp_.reduce_from),
+        "but its input is R",
+        "is R already",
+    ),
     "g twice": (
-        forward(tp_.copy_to, twice(tp_.reduce_from)),
+        forward(tp_.copy_to, apply_twice(tp_.reduce_from)),
         "but its input is I",
         "all ranks have the tensor",
     ),
     "bias in each": (forward(tp_.copy_to, tp_.reduce_from, "inside"), "linear(", "after the sum"),
-    "raw sum in front": (forward(raw, tp_.reduce_from), "all_reduce(", "remove this sum"),
-    "raw gather": (forward(gathered, tp_.reduce_from), "the gradient ends here", ""),
+    "raw sum in front": (forward(send_raw, tp_.reduce_from), "all_reduce(", "remove this sum"),
+    "raw gather": (forward(gather_all, tp_.reduce_from), "the gradient ends here", ""),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_in_forward_is_refused_with_what_would_be_right(name):
     step, operation, right = MISTAKES[name]
-    message = refused(step)
+    message = get_refusal(step)
     assert operation in message and right in message
 
 
 def test_the_right_network_passes_also_with_a_plain_sum_behind():
-    verdict = passes(forward(tp_.copy_to, tp_.reduce_from))
+    verdict = check_passes(forward(tp_.copy_to, tp_.reduce_from))
     assert (verdict.num_backwards, verdict.num_communicating) == (1, 2)
     assert verdict.num_checked > 5
-    passes(forward(tp_.copy_to, raw))  # backward has no all-reduce there
+    check_passes(forward(tp_.copy_to, send_raw))  # backward has no all-reduce there
 
 
 class Silent(torch.autograd.Function):
@@ -233,7 +240,7 @@ def test_a_function_without_a_signature_is_refused():
     def step(tp):
         (Silent.apply(make_parameter(2, tp="P"), tp) * 2.0).sum().backward()
 
-    assert "an autograd Function that is no Operator" in refused(step)
+    assert "an autograd Function that is no Operator" in get_refusal(step)
 
 
 def test_addends_go_through_what_is_linear():
@@ -244,7 +251,7 @@ def test_addends_go_through_what_is_linear():
         y.backward()
         assert tt.get_types(p.grad) == {"tp": "R"} and tt.get_types(r.grad) == {"tp": "P"}
 
-    passes(linear)
+    check_passes(linear)
     for wrong in (
         lambda p, r: p + 1, lambda p, r: p * p, lambda p, r: r / p, lambda p, r: 1 / p,
         lambda p, r: p.to(torch.bfloat16), lambda p, r: F.gelu(p), lambda p, r: p + r,
@@ -254,21 +261,21 @@ def test_addends_go_through_what_is_linear():
         def step(tp, wrong=wrong):
             wrong(make_parameter(4, 4, tp="P"), make_parameter(4, 4, tp="R"))
 
-        assert "P is a summand of a sum not made yet" in refused(step)
+        assert "P is a summand of a sum not made yet" in get_refusal(step)
 
 
 def test_tensors_that_nobody_declared_are_named():
-    def masked(tp):
+    def mask_loss(tp):
         x = make_parameter(4, tp="I")
         (x * (torch.rand(4) > 0.5)).sum().backward()
 
-    assert "argument 2 has no declared type" in refused(masked)
+    assert "argument 2 has no declared type" in get_refusal(mask_loss)
 
     def with_ones(tp):
         x = make_parameter(4, tp="I")
         (x * torch.ones(4) + torch.arange(4)).sum().backward()  # the same on all ranks
 
-    passes(with_ones)
+    check_passes(with_ones)
 
 
 # The checker: the loss, backward, and what comes after it.
@@ -283,16 +290,16 @@ def test_a_loss_is_one_of_all_ranks_or_an_addend():
         def step(dp, type_=type_):
             make_parameter(3, dp=type_).sum().backward()
 
-        assert right in refused(step, dp=2)
+        assert right in get_refusal(step, dp=2)
     for type_ in "IP":
 
         def step(dp, type_=type_):
             make_parameter(3, dp=type_).sum().backward()
 
-        passes(step, dp=2)
+        check_passes(step, dp=2)
 
 
-def trained(after):
+def train_step(after):
     """Run a data-parallel step; `after` runs after backward."""
 
     def step(dp):
@@ -312,23 +319,23 @@ def trained(after):
     return step
 
 
-def reduced(model, group, _=None):
+def reduce_loss(model, group, _=None):
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad, group=group)
 
 
 def then_more(model, group, backward):
-    reduced(model, group)
+    reduce_loss(model, group)
     backward()
 
 
 def test_the_step_takes_gradients_that_are_added_up_once():
-    passes(trained(reduced), dp=2)
+    check_passes(train_step(reduce_loss), dp=2)
     for after, message in (
         (lambda *_: None, "P is combined with R"),
         (then_more, "zero_grad, or reduce once"),
     ):
-        assert message in refused(trained(after), dp=2)
+        assert message in get_refusal(train_step(after), dp=2)
 
 
 def test_axes_are_judged_each_for_itself_and_an_axis_of_one_rank_is_not():
@@ -339,19 +346,19 @@ def test_axes_are_judged_each_for_itself_and_an_axis_of_one_rank_is_not():
         tt.declare_types(y.sum(), dp="P").backward()
         assert tt.get_types(w.grad) == {"dp": "P", "tp": "V"}
 
-    passes(step, dp=2, tp=4)
+    check_passes(step, dp=2, tp=4)
 
-    def alone():
-        with tt.check_types(tp=world()):
+    def run_alone():
+        with tt.check_types(tp=make_world()):
             F.linear(make_parameter(2, 4, tp="I"), make_parameter(4, 4, tp="V")).sum().backward()
 
-    ranks.run(alone, 1)
+    ranks.run(run_alone, 1)
 
 
 def test_real_ranks_say_the_same():
     def step():
         try:
-            with tt.check_types(tp=world()):
+            with tt.check_types(tp=make_world()):
                 F.linear(make_parameter(2, 4, tp="I"), make_parameter(4, 4, tp="V"))
         except tt.TypeMismatch as error:
             return str(error)

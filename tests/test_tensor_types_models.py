@@ -31,20 +31,20 @@ def batch(**types):
     return [tt.declare_types(torch.randint(0, 64, (2, 16)), **types) for _ in range(2)]
 
 
-def stepped(model):
+def step_model(model):
     """Step by plain gradient descent: importing torch's optimizers takes a second."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter -= 0.1 * parameter.grad
 
 
-def nothing(x, group):
+def do_nothing(x, group):
     return x
 
 
 def step(
     dp, tp, config=GPT2, edges=tp_.REPLICATED, types=tp_.get_parameter_types, prepare=None,
-    logits=nothing, loss=tp_.vocab_parallel_loss, finish=None, tokens="R", after=None,
+    logits=do_nothing, loss=tp_.vocab_parallel_loss, finish=None, tokens="R", after=None,
 ):  # fmt: skip
     """Run a step on copies of a cut model, as lessons do; every argument can be a mistake."""
     model = tp_.parallelize(GPT(config), tp, edges)
@@ -54,7 +54,7 @@ def step(
     x, y = batch(dp="V", tp=tokens)
     (finish or addend)(loss(logits(model(x), tp), y, tp), dp, tp).backward()
     (after or update)(model, dp, tp)
-    stepped(model)
+    step_model(model)
 
 
 def addend(value, dp, tp):
@@ -74,7 +74,7 @@ def check(**options):
     return tt.check_step(partial(step, **options), dp=2, tp=2)
 
 
-def recomputed(model, _):
+def recompute_blocks(model, _):
     for block in model.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
@@ -88,7 +88,7 @@ MODELS = {
     "latents, along the sequence": {"config": LATENT, "edges": sp.SEQUENCE_SHARDED},
     "along the sequence, llama": {"edges": sp.SEQUENCE_SHARDED, "config": LLAMA},
     "along the sequence, kept": {"edges": sp.SequenceShardedEdges(keep_entered=True)},
-    "recomputed": {"prepare": recomputed},
+    "recomputed": {"prepare": recompute_blocks},
     "logits gathered": {
         "logits": tp_.gather_last,
         "loss": lambda logits, targets, _: loss(logits, targets),
@@ -114,13 +114,13 @@ def test_context_parallel_models_pass(attention, layout):
         ]
         tt.declare_types(loss(model(x), y), cp="P").backward()
         cp_.average_gradients(model, cp)
-        stepped(model)
+        step_model(model)
 
     verdict = tt.check_step(distributed, cp=2)
     assert verdict, verdict
 
 
-def wrapped(kind):
+def check_wrapper(kind):
     """Run on real ranks: the checker trusts the wrappers' work in backward."""
     group = dist.group.WORLD
     model = getattr(zero, kind)(GPT(GPT2), group) if "Zero" in kind else dp_.DataParallel(
@@ -144,7 +144,7 @@ def wrapped(kind):
 
 def test_wrappers_of_data_parallelism_pass():
     kinds = "DataParallel", "Zero1", "Zero2", "Zero3"
-    assert ranks.run(lambda: list(map(wrapped, kinds)), 2) == [[1] * 4] * 2
+    assert ranks.run(lambda: list(map(check_wrapper, kinds)), 2) == [[1] * 4] * 2
 
 
 # Mistakes of the course's lessons, and the checker's messages.
@@ -165,7 +165,7 @@ def hook_on_parameter(model, dp, tp):
             dist.all_reduce(parameter, group=dp)
 
 
-def summed(over):
+def sum_loss(over):
     """Return a `finish` that all-reduces the loss, "to log it", before backward."""
 
     def finish(value, dp, tp):
@@ -217,8 +217,8 @@ def gathered_for_all(x, group):
 
 ALONG = {"edges": sp.SEQUENCE_SHARDED}
 MISTAKES = {  # name -> options, part of the message
-    "f forgotten": ({"edges": tp_.Edges(nothing, tp_.reduce_from)}, "linear("),
-    "g forgotten": ({"edges": tp_.Edges(tp_.copy_to, nothing)}, "I is combined with V"),
+    "f forgotten": ({"edges": tp_.Edges(do_nothing, tp_.reduce_from)}, "linear("),
+    "g forgotten": ({"edges": tp_.Edges(tp_.copy_to, do_nothing)}, "I is combined with V"),
     "f and g exchanged": ({"edges": tp_.Edges(tp_.reduce_from, tp_.copy_to)}, "the operator is"),
     "bias in each rank": ({"prepare": bias_in_each_rank, "edges": BY_LAYER}, "out.bias dp:R tp:I"),
     "norms of heads left outside": ({"config": QWEN, "prepare": norms_outside}, "query_norm"),
@@ -242,7 +242,7 @@ MISTAKES = {  # name -> options, part of the message
         {"logits": gathered_for_all, "loss": lambda x, y, _: loss(x, y)}, "the loss is R",
     ),
     "plain loss of a part": ({"loss": lambda x, y, _: loss(x, y % 32)}, "the loss is V"),
-    "loss added up over tp": ({"finish": summed("tp")}, "all_reduce("),
+    "loss added up over tp": ({"finish": sum_loss("tp")}, "all_reduce("),
     "local loss": ({"finish": lambda value, dp, tp: value}, "the loss is V"),
     "not reduced": ({"after": partial(update, times=0)}, "P is a summand"),
     "reduced twice": ({"after": partial(update, times=2)}, "but its input is R"),

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def both(chosen):
+def run_both(chosen):
     warnings.filterwarnings("ignore", category=FutureWarning)  # about names of torch's collectives
     group = dist.group.WORLD
     for operator in (_CopyTo, _ReduceFrom, _GatherLast, _SplitLast):
@@ -26,27 +26,27 @@ def both(chosen):
     for operator in (_GatherSequence, _ReduceScatterSequence):
         spmd_rules.attach_rule(operator, dimension=1)
 
-    def made():
+    def make_programs():
         given = random_programs.make_parameters(0, group)
         return {
             n: spmd_rules.declare_types(x, group=random_programs.PARAMETER_TYPES[n])
             for n, x in given.items()
         }
 
-    def theirs(program):
+    def check_theirs(program):
         def step(given):
             random_programs.run_program(
                 program, given, group, OPERATORS, lambda y: spmd_rules.declare_types(y, group="P")
             )
 
-        return spmd_rules.find_error(step, made, {"group": group})
+        return spmd_rules.find_error(step, make_programs, {"group": group})
 
-    return [(random_programs.find_type_error(p, group, OPERATORS), theirs(p)) for p in chosen]
+    return [(random_programs.find_type_error(p, group, OPERATORS), check_theirs(p)) for p in chosen]
 
 
 def test_both_say_the_same_of_500_random_programs():
     chosen = random_programs.draw_programs(500, seed=2)
-    said = ranks.run_with_fake_group(both, 2, chosen)
+    said = ranks.run_with_fake_group(run_both, 2, chosen)
     differ = [
         p for p, (ours, theirs) in zip(chosen, said, strict=True) if bool(ours) != bool(theirs)
     ]

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-from .machine import HERE, note, ours
+from .machine import HERE, is_own_file, report_fault
 
 perf_counter = time.perf_counter  # the real clock
 
@@ -24,7 +24,9 @@ class Reading(float):
     def __sub__(self, other: Any) -> float:
         if isinstance(other, Reading) and self.launched > other.launched and self.unfinished:
             text = f"the clock is read at {self.place} with {self.unfinished} operations"
-            note("clock", f"{text} under way, and taken for the end of what began at {other.place}")
+            report_fault(
+                "clock", f"{text} under way, and taken for the end of what began at {other.place}"
+            )
         return float.__sub__(self, other)
 
     def __reduce__(self) -> tuple[type, tuple[float]]:
@@ -35,7 +37,7 @@ def read() -> float:
     """Return time.perf_counter() as a Reading for the course and its readers, else as a float."""
     now = perf_counter()
     code = (frame := sys._getframe(1)).f_code.co_filename
-    if ours(code) or "site-packages" in code or "/lib/python3" in code:
+    if is_own_file(code) or "site-packages" in code or "/lib/python3" in code:
         return now
     reading = Reading(now)
     reading.launched, reading.unfinished = HERE.launched, HERE.unfinished

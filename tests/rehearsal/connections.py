@@ -28,7 +28,7 @@ def backends(group: Any) -> Mapping[str, str]:
     return dict(pair.split(":") for pair in str(config).split(",") if ":" in pair)
 
 
-def meet(group: Any, name: str, args: Any, kwargs: Any) -> None:
+def make_connections(group: Any, name: str, args: Any, kwargs: Any) -> None:
     """Make the connections that this method of a group needs."""
     if name not in ("send", "recv"):
         return _connect(group, {"all": list(range(group.size()))}, name)
@@ -54,14 +54,14 @@ def _connect(group: Any, meetings: Mapping[str, list[int]], role: str) -> None:
             store.wait(list(keys.values()), timedelta(seconds=HERE.patience))
         except Exception:
             absent = [m for m, key in keys.items() if not store.check([key])]
-            _missed(group, name, me, absent, role)
+            _report_missing(group, name, me, absent, role)
         for other, key in keys.items():
             theirs, their_seat = store.get(key).decode().split()
             if their_seat == seat:
                 text = f"Duplicate GPU detected: ranks {me} and {other} of a group are both on"
                 find("group", f"{text} CUDA device {HERE.current}")
             if name.startswith("pair") and theirs == role:
-                text = f"both ends of {name} in {_named(group)} {role} first, on their own, at"
+                text = f"both ends of {name} in {_describe(group)} {role} first, on their own, at"
                 text += f" {place()}: on a stream, each waits for what the other has queued behind"
                 find("connection", text, Missed)
 
@@ -70,13 +70,13 @@ class Missed(Exception):
     """Error for two ends that do not connect: nccl would wait for ever."""
 
 
-def _missed(group: Any, name: str, me: int, absent: list[int], role: str) -> None:
+def _report_missing(group: Any, name: str, me: int, absent: list[int], role: str) -> None:
     who = "rank " + ", ".join(map(str, absent)) if absent else "somebody"
-    text = f"{name} in {_named(group)}: rank {me} waits in {role} at {place()}, and {who} does not"
-    find("connection", f"{text} come within {HERE.patience:g} s", Missed)
+    text = f"{name} in {_describe(group)}: rank {me} waits in {role} at {place()}"
+    find("connection", f"{text}, and {who} does not come within {HERE.patience:g} s", Missed)
 
 
-def _named(group: Any) -> str:
+def _describe(group: Any) -> str:
     return f"group {group.group_name!r} of ranks {dist.get_process_group_ranks(group)}"
 
 

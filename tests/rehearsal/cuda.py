@@ -14,7 +14,7 @@ import torch
 from . import clock, messages
 from .factories import GENERATORS
 from .machine import HERE, KIND, find
-from .paint import MEMORY, normal
+from .paint import MEMORY, normalize
 
 NAME = "Pretended GPU"
 _ids = count()
@@ -24,7 +24,7 @@ class Stream:
     """Stream: all operations are done in order here anyway."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any):
-        self.device = normal(KIND if device is None else device)
+        self.device = normalize(KIND if device is None else device)
         self.cuda_stream = self.stream_id = next(_ids)
 
     def synchronize(self) -> None:
@@ -98,10 +98,10 @@ def _index(device: Any = None) -> int:
     if device is None:
         return HERE.current
     if isinstance(device, int):
-        return normal(device).index if device >= 0 else -1
+        return normalize(device).index if device >= 0 else -1
     if torch.device(device).type != KIND:
         raise ValueError(f"Expected a cuda device, but got: {device}")
-    return normal(device).index
+    return normalize(device).index
 
 
 def _exchange(index: int) -> int:
@@ -187,7 +187,7 @@ def _stream(device: Any = None) -> Stream:
     return _streams[index]
 
 
-def _nothing(*_: Any, **__: Any) -> None: ...
+def _do_nothing(*_: Any, **__: Any) -> None: ...
 
 
 FACE: dict[str, Any] = {
@@ -198,7 +198,7 @@ FACE: dict[str, Any] = {
     "_is_in_bad_fork": lambda: HERE.forked,
     "init": HERE.touch,
     "_lazy_init": HERE.touch,
-    "_check_capability": _nothing,
+    "_check_capability": _do_nothing,
     "get_device_properties": _properties,
     "get_device_name": lambda device=None: NAME,
     "get_device_capability": lambda device=None: HERE.capability,
@@ -219,7 +219,7 @@ FACE: dict[str, Any] = {
     "current_stream": _stream,
     "default_stream": _stream,
     "stream": lambda stream: contextlib.nullcontext(stream),
-    "set_stream": _nothing,
+    "set_stream": _do_nothing,
     "is_current_stream_capturing": lambda: False,
     # memory
     "memory_stats": _stats,
@@ -234,7 +234,7 @@ FACE: dict[str, Any] = {
         HERE.total - MEMORY[_index(device)].reserved,
         HERE.total,
     ),
-    "ipc_collect": _nothing,
+    "ipc_collect": _do_nothing,
     "host_memory_stats": lambda: {},
     # random numbers
     "get_rng_state": _state,
@@ -261,7 +261,7 @@ def install() -> None:
         setattr(cuda.random, name, FACE[name])
     cuda.memory.memory_stats, cuda.memory.memory_allocated = _stats, FACE["memory_allocated"]
     for name in ("range_push", "range_pop", "mark"):
-        setattr(torch.cuda.nvtx, name, _nothing)
+        setattr(torch.cuda.nvtx, name, _do_nothing)
     cuda.streams.Stream = torch.Stream = Stream
     cuda.streams.Event = torch.Event = Event
     torch.cuda.nccl.version = lambda: (2, 27, 3)
@@ -280,10 +280,10 @@ def install() -> None:
     accelerator.memory_stats, accelerator.empty_cache = _stats, _empty_cache
     future = torch.futures.Future.__init__
     torch.futures.Future.__init__ = lambda self, *, devices=None: future(self)  # C++ wants a GPU
-    os.register_at_fork(after_in_child=_forked)
+    os.register_at_fork(after_in_child=_mark_forked)
     clock.install()
 
 
-def _forked() -> None:
+def _mark_forked() -> None:
     HERE.forked = HERE.initialized
     messages.FLIGHTS.clear()

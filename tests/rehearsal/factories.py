@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import messages
 from .machine import HERE, KIND, find
-from .paint import CPU, device_of, normal, paint, paint_of, paint_storage, plain, reserve
+from .paint import CPU, device_of, normalize, paint, paint_of, paint_storage, plain, reserve
 
 FROM_SHAPES = [
     "arange", "empty", "empty_strided", "empty_permuted", "eye", "full", "linspace", "logspace",
@@ -41,7 +41,7 @@ class Generator(torch._C.Generator):
         return super().__new__(cls)
 
     def __init__(self, device: Any = "cpu"):
-        self.paint = normal(device)
+        self.paint = normalize(device)
         if self.paint.type == KIND:
             HERE.touch()
 
@@ -85,12 +85,12 @@ def own_numbers(device: torch.device) -> Iterator[None]:
 # --- new tensors
 
 
-def faking() -> bool:
+def is_faking() -> bool:
     """Return True if torch's FakeTensorMode is active."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-def _default() -> torch.device:
+def _get_default_device() -> torch.device:
     """Return the default device: that of `with torch.device(...)`, or the CPU."""
     for mode in reversed(torch.overrides._get_current_function_mode_stack()):
         if type(mode).__name__ == "DeviceContext":
@@ -111,35 +111,39 @@ def _bytes(name: str, args: Any, kwargs: Any) -> int:
 
 def _from_shapes(name: str, original: Any) -> Any:
     @functools.wraps(original)
-    def made(*args: Any, **kwargs: Any) -> Any:
+    def make(*args: Any, **kwargs: Any) -> Any:
         asked = kwargs.get("device")
-        if faking():
+        if is_faking():
             return original(*args, **kwargs)
         mean = args[0] if name == "normal" and args else None
-        device = device_of(mean) if isinstance(mean, Tensor) else normal(asked or _default())
+        device = (
+            device_of(mean)
+            if isinstance(mean, Tensor)
+            else normalize(asked or _get_default_device())
+        )
         if device.type not in ("cpu", KIND):  # `with torch.device("meta")` does not know `original`
             return original(*args, **(kwargs | {"device": device}))
-        return _made(name, original, args, kwargs, device, asked is not None)
+        return _make_on(name, original, args, kwargs, device, asked is not None)
 
-    return made
+    return make
 
 
-def _like(name: str, original: Any) -> Any:
+def _wrap_like(name: str, original: Any) -> Any:
     @functools.wraps(original)
-    def made(*args: Any, **kwargs: Any) -> Any:
+    def make(*args: Any, **kwargs: Any) -> Any:
         template = args[0] if args else kwargs.get("input")
-        if faking() or not plain(template):
+        if is_faking() or not plain(template):
             return original(*args, **kwargs)
         asked = kwargs.get("device")
-        device = paint_of(template) if asked is None else normal(asked)
+        device = paint_of(template) if asked is None else normalize(asked)
         if name == "new_tensor" and device is not None and device.type == KIND:
             messages.synchronized()
-        return _made(name, original, args, kwargs, device, asked is not None)
+        return _make_on(name, original, args, kwargs, device, asked is not None)
 
-    return made
+    return make
 
 
-def _made(
+def _make_on(
     name: str, original: Any, args: Any, kwargs: Any, device: torch.device | None, asked: bool
 ) -> Any:
     if device is None or device.type not in ("cpu", KIND):
@@ -172,13 +176,13 @@ def _made(
 
 def _from_data(name: str, original: Any) -> Any:
     @functools.wraps(original)
-    def made(data: Any, *args: Any, **kwargs: Any) -> Any:
-        if faking():
+    def make(data: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_faking():
             return original(data, *args, **kwargs)
         asked = kwargs.pop("device", None)
         was_tensor = plain(data)
-        here = device_of(data) if was_tensor else _default() if asked is None else CPU
-        device = here if asked is None else normal(asked)
+        here = device_of(data) if was_tensor else _get_default_device() if asked is None else CPU
+        device = here if asked is None else normalize(asked)
         if device.type not in ("cpu", KIND):
             return original(data, *args, device=device, **kwargs)
         pinned = kwargs.pop("pin_memory", False)
@@ -192,7 +196,7 @@ def _from_data(name: str, original: Any) -> Any:
             result = result.detach().to(device).requires_grad_() if leaf else result.to(device)
         return result
 
-    return made
+    return make
 
 
 def install() -> None:
@@ -207,9 +211,9 @@ def install() -> None:
     for name in FROM_DATA:
         setattr(torch, name, _from_data(name, getattr(torch, name)))
     for name in LIKE:
-        setattr(torch, name, _like(name, getattr(torch, name)))
+        setattr(torch, name, _wrap_like(name, getattr(torch, name)))
     for name in NEW:
-        setattr(Tensor, name, _like(name, getattr(Tensor, name)))
+        setattr(Tensor, name, _wrap_like(name, getattr(Tensor, name)))
     for name in ("from_numpy", "frombuffer", "from_file"):
         setattr(torch, name, _on_the_cpu(getattr(torch, name)))
 

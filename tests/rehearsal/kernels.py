@@ -19,7 +19,7 @@ aten = torch.ops.aten
 NARROW = (torch.float16, torch.bfloat16)
 
 
-def empty(shape: Any, dtype: torch.dtype) -> Tensor:
+def allocate(shape: Any, dtype: torch.dtype) -> Tensor:
     """Allocate memory without paint, invisible to all modes."""
     return torch._C._VariableFunctions.empty(shape, dtype=dtype, device="cpu")
 
@@ -82,7 +82,7 @@ def _efficient(
     rows = -(-q.shape[-2] // 32) * 32 if compute_lse else 0
     padded = lse.new_full((*lse.shape[:-1], rows), torch.inf)
     padded[..., : lse.shape[-1]] = lse[..., :rows]
-    return _laid_out(y), padded, empty((), torch.int64), empty((), torch.int64)
+    return _laid_out(y), padded, allocate((), torch.int64), allocate((), torch.int64)
 
 
 def _efficient_backward(
@@ -92,7 +92,7 @@ def _efficient_backward(
     if lse.shape[-1] % 32:
         find("shape", f"efficient attention: logarithms in rows of 32, given {list(lse.shape)}")
     found = _gradients(dy, q, k, v, out, lse[..., : q.shape[-2]], is_causal, scale)
-    return (*map(_laid_out, found), empty((0,), q.dtype))
+    return (*map(_laid_out, found), allocate((0,), q.dtype))
 
 
 def _flash(
@@ -101,7 +101,11 @@ def _flash(
 ) -> tuple[Any, ...]:  # fmt: skip
     _check_dtypes("flash attention", q, k, v, NARROW)
     y, lse = _attention(q, _each_head(k, q), _each_head(v, q), is_causal, scale)
-    state, none, mask = empty((2,), torch.uint64), empty((), torch.uint64), empty((0,), q.dtype)
+    state, none, mask = (
+        allocate((2,), torch.uint64),
+        allocate((), torch.uint64),
+        allocate((0,), q.dtype),
+    )
     return _laid_out(y), lse, None, None, q.shape[-2], k.shape[-2], state, none, mask
 
 

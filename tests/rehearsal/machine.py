@@ -72,7 +72,7 @@ def find(kind: str, text: str, error: Callable[[str], Exception] = RuntimeError)
     raise error(f"[rehearsal: {kind}] {text}")
 
 
-def note(kind: str, text: str) -> None:
+def report_fault(kind: str, text: str) -> None:
     """Report a fault that CUDA would not notice."""
     find(kind, text, Refused)
 
@@ -83,7 +83,7 @@ def places_of_the_reader() -> list[str]:
     found = []
     while frame:
         file = frame.f_code.co_filename
-        if not ours(file) and not any(part in file for part in _LIBRARIES):
+        if not is_own_file(file) and not any(part in file for part in _LIBRARIES):
             found.append(f"{file}:{frame.f_lineno}")
         frame = frame.f_back
     return found
@@ -94,7 +94,7 @@ def place() -> str:
     return next(iter(places_of_the_reader()), "an unknown place")
 
 
-def ours(file: str) -> bool:
+def is_own_file(file: str) -> bool:
     """Return True if a file belongs to the rehearsal; drives count as its users."""
     return file.startswith(_OURS) and not file.startswith(_DRIVES)
 
@@ -111,7 +111,7 @@ def host_waits() -> None:
 
 
 @contextmanager
-def waits() -> Iterator[list[str]]:
+def collect_waits() -> Iterator[list[str]]:
     """Collect the places where the host waits for a GPU inside: none, on a hot path."""
     found: list[str] = []
     _listeners.append(found)

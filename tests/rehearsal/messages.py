@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 from . import connections
-from .machine import CARRIER, HERE, KIND, find, host_waits, note, place
-from .paint import CPU, device_of, leaves, paint_of, paintable
+from .machine import CARRIER, HERE, KIND, find, host_waits, place, report_fault
+from .paint import CPU, device_of, is_paintable, list_tensors, paint_of
 
 Span = tuple[int, int, int]  # storage, first byte, byte after the last
 
 
-def _spans(tensors: Iterable[Tensor]) -> list[Span]:
+def _list_spans(tensors: Iterable[Tensor]) -> list[Span]:
     found = []
     for t in tensors:
-        if paintable(t) and t.numel():
+        if is_paintable(t) and t.numel():
             size = t.element_size()
             first = t.storage_offset() * size
             steps = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
@@ -39,7 +39,7 @@ def _spans(tensors: Iterable[Tensor]) -> list[Span]:
     return found
 
 
-def _meet(some: list[Span], others: list[Span]) -> bool:
+def _overlap(some: list[Span], others: list[Span]) -> bool:
     return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for a in some for b in others)
 
 
@@ -48,7 +48,7 @@ class Flight:
 
     def __init__(self, what: str, reads: list[Tensor], writes: list[Tensor], work: Any = None):
         self.what, self.place = what, place()
-        self.reads, self.writes = _spans(reads), _spans(writes)
+        self.reads, self.writes = _list_spans(reads), _list_spans(writes)
         # Keeps the buffers, so that no address is reused; and gloo drops works without references.
         self.kept = [t.untyped_storage() for t in (*reads, *writes)], work
         self.work, self.nccl = work, False
@@ -59,11 +59,11 @@ class Flight:
 
     def conflict(self, reads: list[Span], writes: list[Span]) -> str:
         """Return the error in using these tensors meanwhile."""
-        if _meet(reads, self.writes):
+        if _overlap(reads, self.writes):
             return f"reads what {self.what} (started at {self.place}) writes"
-        if _meet(writes, self.writes):
+        if _overlap(writes, self.writes):
             return f"overwrites what {self.what} (started at {self.place}) writes"
-        if _meet(writes, self.reads):
+        if _overlap(writes, self.reads):
             return f"overwrites what {self.what} (started at {self.place}) still reads"
         return ""
 
@@ -101,7 +101,7 @@ def check(
     """Check that `what` may use these tensors now, or in the stream, after all earlier copies."""
     if not FLIGHTS:
         return
-    read, written = _spans(reads), _spans(writes)
+    read, written = _list_spans(reads), _list_spans(writes)
     for flight in list(FLIGHTS.values()):
         if in_stream and flight.work is None:
             continue
@@ -109,10 +109,10 @@ def check(
         if conflict and flight.over is not None:
             flight.join()  # the stream has waited for it
         elif conflict:
-            note("race", f"{what} {conflict}: no wait() before")
+            report_fault("race", f"{what} {conflict}: no wait() before")
 
 
-def copying(target: Tensor, source: Tensor, free: bool, to: torch.device | None = None) -> None:
+def begin_copy(target: Tensor, source: Tensor, free: bool, to: torch.device | None = None) -> None:
     """Begin a copy; `free`: non_blocking, which is asynchronous from pinned memory."""
     source_at, target_at = paint_of(source), to or paint_of(target)
     if source_at is None or target_at is None or source_at.type == target_at.type:
@@ -201,15 +201,15 @@ def _carrier(group: Any, name: str, tensors: list[Tensor]) -> str:
                 find("group", f"{name}: data type is not supported: {t.dtype}", TypeError)
         if device.index != HERE.current:
             text = f"{name}: a tensor on {device}, and this rank's current device is"
-            note("group", f"{text} {device.type}:{HERE.current}")
+            report_fault("group", f"{text} {device.type}:{HERE.current}")
         if name == "recv_anysource":
             find("group", "ProcessGroupNCCL does not support recv from any source")
     return backend
 
 
-def _sides(name: str, args: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]]:
+def _split_sides(name: str, args: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]]:
     """Return the tensors that a group's method reads, and those that it writes."""
-    given = [tensors for tensors in (list(leaves([a])) for a in args) if tensors]
+    given = [tensors for tensors in (list(list_tensors([a])) for a in args) if tensors]
     first, second = [*given, [], []][:2]
     if name == "send":
         return first, []
@@ -218,17 +218,17 @@ def _sides(name: str, args: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]]:
     return (second, first) if name.startswith(OUTPUT_FIRST) else (first, first)
 
 
-def _watched(name: str, original: Any) -> Any:
+def _watch_method(name: str, original: Any) -> Any:
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        reads, writes = _sides(name, (*args, *kwargs.values()))
-        used = [t for t in (*reads, *writes) if paintable(t)]
+        reads, writes = _split_sides(name, (*args, *kwargs.values()))
+        used = [t for t in (*reads, *writes) if is_paintable(t)]
         if not used:
             return original(self, *args, **kwargs)
         backend = _carrier(self, name, used)
         check(name, reads, writes)
         if backend == CARRIER:
-            connections.meet(self, name, args, kwargs)
+            connections.make_connections(self, name, args, kwargs)
         work = original(self, *args, **kwargs)
         if work is not None and backend != "fake":  # "fake" moves no data
             if any(device_of(t) != CPU for t in used):
@@ -251,7 +251,7 @@ def install() -> None:
     c10d, C = dist.distributed_c10d, torch._C._distributed_c10d
     for name in METHODS:
         if hasattr(C.ProcessGroup, name):
-            setattr(C.ProcessGroup, name, _watched(name, getattr(C.ProcessGroup, name)))
+            setattr(C.ProcessGroup, name, _watch_method(name, getattr(C.ProcessGroup, name)))
     _wait = C.Work.wait
 
     def wait(self: Any, *args: Any, **kwargs: Any) -> bool:
@@ -283,7 +283,7 @@ def install() -> None:
     setattr(c10d, there, True)
     register = C.ProcessGroup._register_backend
 
-    def registered(self: Any, device: torch.device, kind: Any, backend: Any = None) -> None:
+    def register_watched(self: Any, device: torch.device, kind: Any, backend: Any = None) -> None:
         register(self, device, kind, backend)
         if device.type == KIND and isinstance(backend, ProcessGroupNCCL):
             try:
@@ -291,5 +291,5 @@ def install() -> None:
             except RuntimeError:  # of nccl alone; C++ sees tensors on the CPU
                 register(self, CPU, kind, backend)
 
-    C.ProcessGroup._register_backend = registered
+    C.ProcessGroup._register_backend = register_watched
     connections.install()

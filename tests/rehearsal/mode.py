@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import kernels, messages
-from .factories import faking, generator_device, own_numbers
+from .factories import generator_device, is_faking, own_numbers
 from .machine import HERE, KIND, find
-from .paint import CPU, device_of, leaves, paint, paint_of, paintable, reserve
+from .paint import CPU, device_of, is_paintable, list_tensors, paint, paint_of, reserve
 
 # Operators of native_functions.yaml with a CPU kernel, no CUDA kernel, and no composition.
 CPU_ONLY = {
@@ -55,7 +55,7 @@ class Call:
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.func, self.args, self.kwargs = func, args, kwargs
         self.space, _, self.name = func._schema.name.partition("::")
-        self.tensors = [*leaves(args), *leaves(kwargs)]
+        self.tensors = [*list_tensors(args), *list_tensors(kwargs)]
         self.paints = [paint_of(t) for t in self.tensors]
         self.gpus = {p for p in self.paints if p is not None and p.type == KIND}
 
@@ -65,7 +65,7 @@ class Call:
         writes: list[Tensor] = []
         for index, name, written in _arguments(self.func):
             value = self.args[index] if index < len(self.args) else self.kwargs.get(name)
-            (writes if written else reads).extend(leaves([value]))
+            (writes if written else reads).extend(list_tensors([value]))
         return reads, writes
 
 
@@ -85,7 +85,7 @@ class Rehearsal(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if faking():  # a mode of torch's own comes next
+        if is_faking():  # a mode of torch's own comes next
             return func(*args, **kwargs)
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented  # a wrapper: its inner operators come back here
@@ -93,36 +93,36 @@ class Rehearsal(TorchDispatchMode):
         aten = call.space == "aten"
         if messages.FLIGHTS and not func.is_view and call.name not in BLIND:
             reads, writes = call.sides()
-            messages.check(str(func), reads, writes, in_stream=_crosses(call))
+            messages.check(str(func), reads, writes, in_stream=_is_crossing(call))
         if not call.gpus:
             device = CPU if CPU in call.paints else None
-            return _painted(func(*args, **kwargs), device)
-        device = _checked(call) if aten else _only(call.gpus)
+            return _paint_result(func(*args, **kwargs), device)
+        device = _check_call(call) if aten else _get_only(call.gpus)
         HERE.launch()
         if aten:
             _wait_if_it_waits(call)
-        result = _computed(call, device) if aten else func(*args, **kwargs)
+        result = _compute_call(call, device) if aten else func(*args, **kwargs)
         if aten:
             for t, colour in zip(call.tensors, call.paints, strict=True):
                 # Tensors without a colour take the colour of the other arguments.
                 if colour is None and (t.dim() if call.name not in COPIES else t is args[0]):
                     paint(t, device)
-        return _painted(result, device)
+        return _paint_result(result, device)
 
 
-def _only(devices: set[torch.device]) -> torch.device | None:
+def _get_only(devices: set[torch.device]) -> torch.device | None:
     return next(iter(devices)) if len(devices) == 1 else None
 
 
-def _painted(result: Any, device: torch.device | None) -> Any:
+def _paint_result(result: Any, device: torch.device | None) -> Any:
     if device is not None:
-        for t in leaves([result]):
+        for t in list_tensors([result]):
             if paint_of(t) is None:
                 paint(t, device)
     return result
 
 
-def _computed(call: Call, device: torch.device) -> Any:
+def _compute_call(call: Call, device: torch.device) -> Any:
     func, args, kwargs = call.func, call.args, call.kwargs
     if call.name in kernels.EMULATED:
         with own_numbers(device):
@@ -131,7 +131,7 @@ def _computed(call: Call, device: torch.device) -> Any:
         a, b = (args[-2], args[-1]) if call.name != "addmm" else args[1:3]
         reserve((a.numel() // max(a.shape[-1], 1)) * b.shape[-1] * a.element_size(), device)
         if 2 * a.numel() * b.shape[-1] > HERE.flops:  # made for a GPU: its shape, no numbers
-            return kernels.empty((*a.shape[:-1], b.shape[-1]), a.dtype)
+            return kernels.allocate((*a.shape[:-1], b.shape[-1]), a.dtype)
     if torch.Tag.nondeterministic_seeded in func.tags:
         given = [v for v in (*args, *kwargs.values()) if isinstance(v, torch._C.Generator)]
         if given and generator_device(given[0]).type != KIND:
@@ -143,7 +143,7 @@ def _computed(call: Call, device: torch.device) -> Any:
     return func(*args, **kwargs)
 
 
-def _checked(call: Call) -> torch.device:
+def _check_call(call: Call) -> torch.device:
     """Return the device of the results; raise the error that a GPU would raise."""
     name, func = call.name, call.func
     device = next(iter(call.gpus))
@@ -162,7 +162,7 @@ def _checked(call: Call) -> torch.device:
     if not host:
         return device
     if name in INDEXING and call.paints[0] == device:  # indices are copied to the GPU
-        indices = {id(t) for t in leaves(call.args[1])}
+        indices = {id(t) for t in list_tensors(call.args[1])}
         host = [t for t in host if id(t) not in indices]
     # TensorIterator's rule: at most one scalar from the CPU, and never as an output.
     pointwise = torch.Tag.pointwise in func.tags
@@ -176,7 +176,7 @@ def _checked(call: Call) -> torch.device:
     return device
 
 
-def _crosses(call: Call) -> bool:
+def _is_crossing(call: Call) -> bool:
     """Return True if a call is a copy between host and GPU, in the GPU's stream."""
     return call.name == "copy_" and len({device_of(t).type for t in call.args[:2]}) == 2
 
@@ -186,13 +186,13 @@ def _wait_if_it_waits(call: Call) -> None:
     if call.name in WAITING:
         return messages.synchronized()
     if call.name in INDEXING and call.paints[0] is not None and call.paints[0].type == KIND:
-        indices = [t for t in leaves(call.args[1]) if paintable(t)]
+        indices = [t for t in list_tensors(call.args[1]) if is_paintable(t)]
         if any(t.dtype in (torch.bool, torch.uint8) or device_of(t) == CPU for t in indices):
             messages.synchronized()
     if call.name == "copy_":
         target, source = call.args[:2]
         free = call.args[2] if len(call.args) > 2 else call.kwargs.get("non_blocking", False)
-        messages.copying(target, source, bool(free))
+        messages.begin_copy(target, source, bool(free))
     return None
 
 

@@ -8,9 +8,19 @@ import torch
 from torch import Tensor
 
 from . import messages
-from .factories import faking
+from .factories import is_faking
 from .machine import HERE, KIND, find
-from .paint import CPU, device_of, normal, paint_storage, paintable, plain, real, reserve, resized
+from .paint import (
+    CPU,
+    device_of,
+    get_real_device,
+    is_paintable,
+    normalize,
+    paint_storage,
+    plain,
+    reserve,
+    update_size,
+)
 
 _to, _numpy, _array, _tolist = Tensor.to, Tensor.numpy, Tensor.__array__, Tensor.tolist
 
@@ -19,14 +29,14 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *how: Any) -> Tensor:
         ctx.device, ctx.dtype = device_of(x), x.dtype
-        return _moved(x, *how)
+        return _convert(x, *how)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return _moved(dy, ctx.device, ctx.dtype, False, None), None, None, None, None
+        return _convert(dy, ctx.device, ctx.dtype, False, None), None, None, None, None
 
 
-def _moved(
+def _convert(
     x: Tensor, device: torch.device, dtype: Any, non_blocking: bool, memory_format: Any
 ) -> Tensor:
     x = x.detach()
@@ -50,7 +60,7 @@ def move(
     memory_format: Any = None,
 ) -> Tensor:
     """Move `x` to `device`, as torch.Tensor.to does."""
-    device = device_of(x) if device is None else normal(device)
+    device = device_of(x) if device is None else normalize(device)
     if device == device_of(x):
         more = {} if memory_format is None else {"memory_format": memory_format}
         return _to(x, dtype or x.dtype, non_blocking, copy, **more)
@@ -59,7 +69,7 @@ def move(
     how = device, dtype, non_blocking, memory_format
     if x.requires_grad and torch.is_grad_enabled():
         return _Move.apply(x, *how)
-    return _moved(x, *how)
+    return _convert(x, *how)
 
 
 def _is_device(value: Any) -> bool:
@@ -68,9 +78,9 @@ def _is_device(value: Any) -> bool:
 
 def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Do torch.Tensor.to: (device, dtype), (dtype) or (other), then non_blocking and copy."""
-    if faking() and not plain(self):
+    if is_faking() and not plain(self):
         return _to(self, *args, **kwargs)
-    if not paintable(self):
+    if not is_paintable(self):
         return _to_of_others(self, args, kwargs)
     rest, device, dtype = list(args), kwargs.pop("device", None), kwargs.pop("dtype", None)
     other = kwargs.pop("other", None)
@@ -94,19 +104,19 @@ def _to_of_others(self: Tensor, args: Any, kwargs: Any) -> Tensor:
     given = [v for v in (*args, kwargs.get("device")) if _is_device(v)]
     device = torch.device(given[0]) if given else None
     if plain(self):
-        if real(self).type == "meta" and device is not None and device.type == KIND:
+        if get_real_device(self).type == "meta" and device is not None and device.type == KIND:
             raise NotImplementedError("Cannot copy out of meta tensor; no data!")
         return _to(self, *args, **kwargs)
     inner = getattr(self, "_local_tensor", None)
     if device is None or device.type == "meta" or inner is None:
         return _to(self, *args, **kwargs)
     dtype = next((v for v in (*args, kwargs.get("dtype")) if isinstance(v, torch.dtype)), None)
-    if not plain(inner) or normal(device) == device_of(self):
+    if not plain(inner) or normalize(device) == device_of(self):
         return _to(self, dtype or self.dtype)
     # C++ would find it on the target already, and would not copy.
     result = self.clone() if dtype is None else _to(self, dtype, copy=True)
-    messages.copying(result._local_tensor, inner, False, normal(device))
-    paint_storage(result._local_tensor.untyped_storage(), normal(device))
+    messages.begin_copy(result._local_tensor, inner, False, normalize(device))
+    paint_storage(result._local_tensor.untyped_storage(), normalize(device))
     return result
 
 
@@ -114,7 +124,7 @@ def _refused_on_a_gpu(self: Tensor) -> None:
     if plain(self) and device_of(self).type == KIND:
         text = f"can't convert {device_of(self)} device type tensor to numpy. Use Tensor.cpu()"
         find("numpy", f"{text} to copy the tensor to host memory first.", TypeError)
-    if paintable(self):
+    if is_paintable(self):
         messages.check("numpy", [self], [])
 
 
@@ -129,7 +139,7 @@ def _to_array(self: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _to_list(self: Tensor) -> Any:
-    if paintable(self):
+    if is_paintable(self):
         if device_of(self).type == KIND:
             messages.synchronized()
         messages.check("tolist", [self], [])
@@ -156,10 +166,12 @@ def install() -> None:
     Tensor.get_device = lambda self: -1 if device_of(self) == CPU else device_of(self).index
     Tensor.to = to
 
-    def moved(self: Tensor, device: Any = None, non_blocking: bool = False, **_: Any) -> Tensor:
+    def move_storage(
+        self: Tensor, device: Any = None, non_blocking: bool = False, **_: Any
+    ) -> Tensor:
         return to(self, KIND if device is None else device, non_blocking=non_blocking)
 
-    setattr(Tensor, KIND, moved)
+    setattr(Tensor, KIND, move_storage)
     Tensor.cpu = lambda self, memory_format=None: to(self, CPU)
     Tensor.numpy, Tensor.__array__, Tensor.tolist = _to_numpy, _to_array, _to_list
     Tensor.pin_memory = _pin
@@ -168,7 +180,7 @@ def install() -> None:
     wrap = Tensor._make_wrapper_subclass
 
     def wrapper(*args: Any, **kwargs: Any) -> Tensor:
-        if _is_cuda(kwargs.get("device")) and not faking():
+        if _is_cuda(kwargs.get("device")) and not is_faking():
             kwargs["device"] = CPU
         return wrap(*args, **kwargs)
 
@@ -177,7 +189,7 @@ def install() -> None:
 
     def resize_(self: torch.UntypedStorage, size: int) -> Any:
         result = resize(self, size)
-        resized(self)
+        update_size(self)
         return result
 
     torch.UntypedStorage.resize_ = resize_

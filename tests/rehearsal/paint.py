@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 _device = Tensor.device  # C's own property, before `cuda.install` replaces it
 
 
-def real(t: Tensor) -> torch.device:
+def get_real_device(t: Tensor) -> torch.device:
     """Return the tensor's device in C++."""
     return _device.__get__(t)
 
@@ -33,9 +33,9 @@ def plain(t: Any) -> bool:
     return isinstance(t, Tensor) and type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
-def paintable(t: Any) -> bool:
+def is_paintable(t: Any) -> bool:
     """Return True for a tensor with memory on the real CPU."""
-    return plain(t) and real(t).type == "cpu" and t.layout == torch.strided
+    return plain(t) and get_real_device(t).type == "cpu" and t.layout == torch.strided
 
 
 def paint_of(t: Tensor) -> torch.device | None:
@@ -44,9 +44,9 @@ def paint_of(t: Tensor) -> torch.device | None:
         inner = getattr(t, "_local_tensor", None)
         if inner is None and type(t).__name__ == "AsyncCollectiveTensor":
             inner = t.elem
-        return real(t) if inner is None else paint_of(inner)
-    if not paintable(t):
-        return real(t)
+        return get_real_device(t) if inner is None else paint_of(inner)
+    if not is_paintable(t):
+        return get_real_device(t)
     return getattr(t.untyped_storage(), "paint", None)
 
 
@@ -55,7 +55,7 @@ def device_of(t: Tensor) -> torch.device:
     return paint_of(t) or CPU
 
 
-def normal(device: Any) -> torch.device:
+def normalize(device: Any) -> torch.device:
     """Normalize a device: add its index."""
     if isinstance(device, int) and not isinstance(device, bool):
         device = torch.device(KIND, device)
@@ -69,13 +69,13 @@ def normal(device: Any) -> torch.device:
     return torch.device(KIND, index)
 
 
-def leaves(values: Any) -> Iterator[Tensor]:
+def list_tensors(values: Any) -> Iterator[Tensor]:
     """Yield the tensors among an operator's arguments or results."""
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (list, tuple, dict)):
-            yield from leaves(value)
+            yield from list_tensors(value)
 
 
 # --- memory
@@ -112,7 +112,7 @@ def reserve(size: int, device: torch.device) -> None:
 
 def paint(t: Any, device: torch.device) -> Any:
     """Give `t`, if possible, the colour of `device`; return `t`."""
-    if paintable(t):
+    if is_paintable(t):
         paint_storage(t.untyped_storage(), device)
     return t
 
@@ -132,7 +132,7 @@ def paint_storage(storage: torch.UntypedStorage, device: torch.device) -> None:
     storage.paint = device
 
 
-def resized(storage: torch.UntypedStorage) -> None:
+def update_size(storage: torch.UntypedStorage) -> None:
     """Update the bytes of a storage after a resize."""
     if storage._cdata in _sizes:
         index, old = _sizes[storage._cdata]

@@ -20,7 +20,7 @@ def drives(topic: str) -> dict[str, Callable[[], Any]]:
     return {f"{topic}.{n}": f for n, f in found.items() if callable(f) and not n.startswith("_")}
 
 
-def numbers(drive: Callable[[], Any], whole: bool = True) -> tuple[int, ...]:
+def list_gpu_counts(drive: Callable[[], Any], whole: bool = True) -> tuple[int, ...]:
     """Return the numbers of GPUs on which a drive runs: all, or those of each day."""
     return getattr(drive, "gpus", (1, 2)) if whole else getattr(drive, "daily", (2,))
 
@@ -33,11 +33,11 @@ def result(drive: Callable[[], Any], gpus: int) -> str:
         if getattr(drive, "on_caller", False):
             drive()
         else:
-            ranks.run(_quietly, max(2, gpus), drive, timeout=60, show=False)
+            ranks.run(_run_quietly, max(2, gpus), drive, timeout=60, show=False)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
-def _quietly(drive: Callable[[], Any]) -> None:
+def _run_quietly(drive: Callable[[], Any]) -> None:
     drive()  # without results to send back

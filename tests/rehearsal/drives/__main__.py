@@ -16,7 +16,7 @@ import torch  # noqa: F401 - first of all: the rehearsal comes with it
 from rehearsal.machine import HERE
 from shardlab import deepspeed_engine
 
-from . import TOPICS, drives, numbers, result
+from . import TOPICS, drives, list_gpu_counts, result
 
 # Imported once, and not in every rank.
 SLOW = [
@@ -34,7 +34,7 @@ def run(gpus: int, wanted: list[str]) -> None:
     for topic in TOPICS:
         for name, drive in drives(topic).items():
             asked = not wanted or {name, topic} & {*wanted}
-            if asked and gpus in numbers(drive, whole):
+            if asked and gpus in list_gpu_counts(drive, whole):
                 begin = time.monotonic()
                 line = {"name": name, "gpus": gpus, "error": result(drive, gpus)}
                 print(json.dumps({**line, "seconds": time.monotonic() - begin}), flush=True)

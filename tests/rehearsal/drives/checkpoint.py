@@ -27,7 +27,7 @@ from .common import GPT2, batch, folder, model, near, on, world
 CONFIG = replace(GPT2, dropout=0.1)
 
 
-def _training(kind: str) -> Training:
+def _make_training(kind: str) -> Training:
     group, _, size = world()
     module = model(CONFIG)
     if kind == "replicated":
@@ -40,11 +40,11 @@ def _training(kind: str) -> Training:
     return Training(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
 
 
-def _saved(kind: str, wait: bool = True) -> None:
+def _save_and_load(kind: str, wait: bool = True) -> None:
     group = world()[0]
     x, y = batch(CONFIG)
     with folder() as place:
-        training = _training(kind)
+        training = _make_training(kind)
         for _ in range(2):
             training.optimizer.zero_grad()
             loss(training.model(x), y).backward()
@@ -56,7 +56,7 @@ def _saved(kind: str, wait: bool = True) -> None:
         training.optimizer.zero_grad()
         wanted = loss(training.model(x), y)
         wanted.backward()
-        other = _training(kind)
+        other = _make_training(kind)
         store.load(other)
         near(loss(other.model(x), y), wanted, 0.0)
         export_model(training.model, place / "weights.pt", group)
@@ -64,8 +64,8 @@ def _saved(kind: str, wait: bool = True) -> None:
 
 @on(1, 2, 4, daily=(2,))
 def every_kind():
-    _saved("replicated")
-    _saved("sharded", wait=False)
+    _save_and_load("replicated")
+    _save_and_load("sharded", wait=False)
 
 
 def weights_for_a_machine_without_a_gpu():
@@ -76,7 +76,7 @@ def weights_for_a_machine_without_a_gpu():
         assert devices == {"cpu"}, f"the file's weights are on {devices}"
 
 
-def _parallel(layout: Layout, seed: int) -> Parallel:
+def _make_parallel(layout: Layout, seed: int) -> Parallel:
     torch.manual_seed(seed)
     return Parallel(GPT(GPT2).to(ranks.device()), create_groups(layout, world()[0]), layout)
 
@@ -86,7 +86,7 @@ def handed_to_another_layout():
     group, rank, size = world()
     layouts = Layout(tp=size), Layout(dp=size, zero=1), Layout(pp=2, tp=size // 2, microbatches=2)
     for old, new in zip(layouts, layouts[1:], strict=False):
-        source, target = _parallel(old, 0), _parallel(new, 1)
+        source, target = _make_parallel(old, 0), _make_parallel(new, 1)
         with count.record_traffic() as sent:
             transfer_weights(source, target, group)
         for name, tensor in source.full_state_dict().items():

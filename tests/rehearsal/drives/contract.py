@@ -12,7 +12,7 @@ import os
 import contract
 from rows import ROWS, select_gpu_rows
 
-from rehearsal.machine import HERE, KIND, waits
+from rehearsal.machine import HERE, KIND, collect_waits
 
 from .common import Drive, on, on_caller
 
@@ -24,7 +24,7 @@ def _drive(technique: str) -> Drive:
     def drive() -> None:
         size = RANKS[HERE.gpus]
         rows = select_gpu_rows(technique, size, "REHEARSE_WHOLE" in os.environ)
-        shared = {} if HERE.gpus < size else {"waits": waits}
+        shared = {} if HERE.gpus < size else {"waits": collect_waits}
         found = contract.measure_rows(rows, KIND, **shared)
         for row in rows:
             contract.check_gaps(row, found, "cpu")  # whose kernels a pretended GPU has

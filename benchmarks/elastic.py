@@ -67,8 +67,8 @@ def main():
     torch.manual_seed(0)
     model = DataParallel(GPT(PRESETS["nano"]), dist.group.WORLD)
     training = Training(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    store = Checkpoints(folder / "checkpoints", dist.group.WORLD, timeout={TIMEOUT})
-    if store.steps():
+    store = Checkpoints(folder / "checkpoints", dist.group.WORLD)
+    if store.list_steps():
         store.load(training)
     share = batch // size
     while True:
@@ -118,7 +118,7 @@ CASES = [
     Case("node", "a node is lost: agent and ranks", 1),
     Case("agent", "an agent alone is killed", 1),
     Case("leaves", "SIGTERM to an agent", 1),
-    Case("comes", "a second node comes", 1, late=True),
+    Case("comes", "a second node joins", 1, late=True),
     Case("host", "the store's node is lost", 1),
     Case("rank", "a rank is killed, torchrun's default store", shared=True),
 ]

@@ -321,9 +321,9 @@ LESSON_MISTAKES: dict[
         "The ranks built different models": RAISES,
     },
     "train": {
-        "four GPUs asked for, the time of one": "data: never averaged",
+        "four GPUs take as long as one": "data: never averaged",
         "losses exactly those of one process": "data: the same share on every rank",
-        "a loss that falls in steps": "data: the first batch again",
+        "a loss that drops once in every epoch": "data: the first batch again",
         "the validation loss changes": "nothing is trained by it",
         "now and then a checkpoint": FILE,
         "bytes per step grow": BYTES,
@@ -377,7 +377,7 @@ LESSON_MISTAKES: dict[
         "means of unequal batches, averaged": "data: a mean of means over other counts",
         "weights that started apart": "data: another seed on each rank",
         "a factor that differs by rank": "tensor: a factor that differs by rank",
-        "Types that are believed": "tensor: sum of the input's gradient forgotten",
+        "What the checker does not verify": "tensor: sum of the input's gradient forgotten",
         "Every mistake of this course": "the other lessons have them",
     },
     "sequence_parallel": {
@@ -386,7 +386,7 @@ LESSON_MISTAKES: dict[
     },
     "context_parallel": {
         "A ring in which all send first": HANGS,
-        "Tokens that do not know where they stand": "context: each rank a short text",
+        "Wrong position ids on a shard": "context: each rank a short text",
         "positions from 0": "context: positions begin at 0 on each rank",
         "Sequences and heads that ranks cannot share": RAISES,
     },
@@ -406,7 +406,7 @@ LESSON_MISTAKES: dict[
     "mesh": {
         "A layout that no mesh can train is refused": RAISES,
         "all squares of all ranks": "mesh: a norm that counts numbers twice",
-        "the twins do not meet": "pipeline: a tied matrix's gradient of one end",
+        "twins are not summed": "pipeline: a tied matrix's gradient of one end",
         "norms are not summed": "sequence: gradients of norms not summed",
         "copies weigh the same": "data: a mean of means over other counts",
         "A seed for each rank": MASKS,

@@ -45,8 +45,8 @@ _EXERCISE_TYPE = "exercise"  # type of the exercises in Sphinx's table of number
 # Hidden, since the switch does nothing without reading.js: that script shows it.
 FOLD_SWITCH = (
     '<p class="open-folds" hidden><button type="button" aria-pressed="false">'
-    "Open all folded code</button> Code that checks, tabulates or draws is folded under a line that "
-    "says what it does.</p>"
+    "Open all folded code</button> Code that checks, tabulates or draws is folded under a line "
+    "that says what it does.</p>"
 )
 
 

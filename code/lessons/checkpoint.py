@@ -26,11 +26,10 @@
 #
 # Most models here are sharded by `fully_shard`, PyTorch's ZeRO-3: each rank holds some rows of every weight, its *shard*.
 #
-# What can go wrong?
 # A job saves with PyTorch's `torch.distributed.checkpoint` into one folder, over the last checkpoint, and is killed while it writes.
 # The folder then loads without an error.
-# Half of the weights in it are of step 100, and half of step 200.
-# [Below](#one-folder-for-all-saves) you reproduce this accident, and see how one rename prevents it.
+# Half of its weights are from step 100, half from step 200.
+# [Below](#one-folder-for-all-saves) you reproduce this accident, and prevent it with one rename.
 
 # %% tags=["hide-input"]
 # Imports, and the small models that the cells train
@@ -162,9 +161,10 @@ def flip_bit(path):
 # %% [markdown]
 # ## Mean time between failures
 #
-# Llama 3's largest model trained on 16,384 GPUs. In 54 days there were 419 interruptions that nobody had planned {cite}`dubey2024llama3` (section 3.3.4).
+# Llama 3's largest model trained on 16,384 GPUs.
+# In 54 days there were 419 unplanned interruptions {cite}`dubey2024llama3` (section 3.3.4).
 # One failed GPU stops the whole job, because every step needs every rank.
-# If GPUs fail at the same rate in a job of another size, how long does this job run between two interruptions?
+# If each GPU fails at the same rate, how long does a job of another size run between two interruptions?
 
 # %%
 gpu_hours = 16_384 * 54 * 24 / 419  # hours of one GPU, for each interruption
@@ -181,7 +181,7 @@ show.table(rows, head)
 
 # %% [markdown]
 # Eight GPUs usually run a month without an interruption. A thousand never do.
-# A job on 16,384 GPUs that saves nothing begins again every three hours, and makes no progress.
+# A job on 16,384 GPUs that saves nothing starts from scratch every three hours, and makes no progress.
 # If it saves every hour, an interruption costs half an hour's work of 16,384 GPUs, on average.
 #
 # ## What a checkpoint contains
@@ -192,22 +192,24 @@ show.table(rows, head)
 # |---|---|---|
 # | weights | 4 bytes per parameter in float32 | no training at all |
 # | AdamW's two averages, its step counter | 8 bytes per parameter | the next step moves every weight too far: [measured below](#forgetting-the-optimizer) |
-# | learning rate and schedule | some numbers | warm-up begins again, or never ends |
+# | learning rate and schedule | a few numbers | warm-up begins again, or never ends |
 # | step, position in the data | two numbers | some text is seen twice, some never: [counted below](#forgetting-the-position-in-the-data) |
-# | random state of each rank | some kilobytes | dropout and shuffling differ from the run without a stop |
+# | random state of each rank | a few kilobytes | dropout and shuffling differ from the run without a stop |
 #
 # Gradients and activations need not be saved: the next step computes them anew.
 #
 # ## Every rank writes its shards
 #
-# A model with its optimizer can be larger than one machine's memory. So no rank gathers them: each rank writes its own shards, and an index says which part of which tensor is in which file.
-# When ranks load, each finds in the index the files and rows that it needs.
+# A model with its optimizer can be larger than one machine's memory.
+# So no rank gathers the full tensors: each rank writes its own shards, and an index says which part of which tensor is in which file.
+# To load, each rank finds in the index the files and rows that it needs.
 #
 # ![Four ranks each write their quarter of all tensors into a file of their own, beside an index. Later two ranks read: rank 0 the files of ranks 0 and 1, rank 1 those of ranks 2 and 3, and each holds half of all tensors.](../figures/checkpoint_shards.svg)
 #
 # ## The plain version: shards, an index, overlaps
 #
-# Let each rank hold some rows of every tensor. `shards` has them by name: the number of the first row, and the rows themselves.
+# Let each rank hold some rows of every tensor.
+# `shards` maps each tensor's name to the number of the rank's first row, and the rows.
 # To save, each rank writes one file and one line of the index.
 # To load, each rank reads all lines, and copies from each file the rows that belong to its own new shard.
 
@@ -236,10 +238,11 @@ def load_plain(folder, shards):
 
 
 # %% [markdown]
-# No rank reads more than it needs (with `mmap` only what is copied is read from the disk), and it does not matter how many ranks wrote.
+# No rank reads more than it needs: with `mmap` only the copied rows are read from the disk.
+# The number of ranks that wrote the files does not matter.
 #
 # The folded cell has a small trainer, which shards a GPT's weights and AdamW's averages by rows.
-# Every rank computes the gradient of the whole batch, so the sums have the same order on any number of ranks.
+# Every rank computes the gradient of the whole batch, so gradients are summed in the same order on any number of ranks.
 
 # %% tags=["hide-input"]
 # Trains a GPT whose weights and averages are cut by rows over all ranks
@@ -293,7 +296,8 @@ def train_rows(model, shards, done, steps):
 
 
 # %% [markdown]
-# Four ranks train three steps and save. Then one, two and three ranks load these files, and train three more.
+# Four ranks train for three steps and save.
+# Then one, two and three ranks load these files, and train for three more steps.
 
 # %%
 def save_first_half(path):
@@ -315,7 +319,7 @@ print("files:", ", ".join(sorted(path.name for path in plain.iterdir())))
 print("losses of steps 4 to 6 on three ranks:", went_on[3][0])
 
 # %% [markdown]
-# One process that makes all six steps without a stop gets the same losses and the same weights, to the last bit.
+# One process that makes all six steps without a stop gets the same losses and weights, bit for bit.
 
 # %% tags=["hide-input"]
 # Compares the resumed runs with one process that never stops
@@ -344,14 +348,15 @@ for size, (found, state) in went_on.items():
 # %% [markdown]
 # ### What the plain version leaves out
 #
-# Three accidents and a delay:
+# The plain version prevents neither three accidents nor a delay:
 #
 # - A rank dies after others have overwritten their files of the last checkpoint. Nothing distinguishes new files from old ones.
 # - A bit flips on the disk. There is no checksum.
-# - The machine loses power when `save_plain` has returned. The operating system may still have had the files in memory.
+# - The machine loses power after `save_plain` has returned. The files may have been only in the operating system's memory.
 # - Training waits until everything is written.
 #
-# The next cell shows the first two. All elements of the shards equal the step's number; rank 1 dies before it saves step 6. Then a bit flips in another checkpoint.
+# The next cell shows the first two.
+# All elements of the shards equal the step's number; rank 1 dies before it saves step 6. Then a bit flips in another checkpoint.
 
 # %% tags=["hide-input"]
 # Runs the two accidents with the plain version
@@ -386,7 +391,8 @@ for name in ("half saved", "flipped"):
     print(f"{name}: loads as step {step}, with the numbers {sorted(numbers)}")
 
 # %% [markdown]
-# Both load without an error. The same accidents with `Checkpoints`, which the rest of the lesson builds:
+# Both checkpoints load without an error.
+# The rest of the lesson builds `Checkpoints`, here with the same accidents:
 
 # %% tags=["hide-input"]
 # Table: the same accidents, with the plain version and with `Checkpoints`
@@ -440,10 +446,11 @@ show.table(rows, ["accident, two ranks", "plain", "Checkpoints"])
 #
 # ## The core: the state of a training run by name
 #
-# For the tensors we use PyTorch's `torch.distributed.checkpoint` (DCP). It does what the plain version does, and more: tensors may be sharded in several dimensions, the index is one file, and replicated tensors are written once.
-# You have to add two things: the rest of the state, and the folders.
+# For the tensors we use PyTorch's `torch.distributed.checkpoint` (DCP).
+# It does more than the plain version: tensors may be sharded in several dimensions, the index is one file, and replicated tensors are written once.
+# You have to add the rest of the state, and a folder for each save.
 #
-# `Training` is a run with all its state.
+# `Training` holds the full state of a run.
 
 # %%
 show.source(Training)
@@ -459,11 +466,11 @@ show.source(Training)
 show.source(core.named_tensors, core.restore_training)
 
 # %% [markdown]
-# A box [below](#forgetting-the-optimizer) says why `named_tensors` handles an optimizer before its first step separately.
+# A box [below](#forgetting-the-optimizer) says why `named_tensors` treats an optimizer without state separately.
 #
 # ## Resuming on another number of ranks
 #
-# In the next cell a `Training` takes three steps on four ranks, with `fully_shard`, saves, and takes three more.
+# A `Training` takes three steps on four ranks, with `fully_shard`, saves, and takes three more.
 # Then jobs on four, two and one ranks each build the model anew, load, and take the same three steps.
 
 # %%
@@ -509,7 +516,7 @@ for (size, dtype), losses in after_stop.items():
         (f"4, then {size}", str(dtype)[6:], shown, f"{gap:.0e}" if gap else "0")
     )
 head = ["ranks", "type", "losses of steps 4 to 6", "largest difference"]
-show.table(rows, head, caption="Resumed, beside the run without a stop")
+show.table(rows, head, caption="Resumed runs, compared with the run without a stop")
 
 # %% [markdown]
 # On four ranks the losses are bitwise equal.
@@ -524,28 +531,28 @@ show.table(rows, head, caption="Resumed, beside the run without a stop")
 # A save takes seconds or minutes, and a job can die meanwhile.
 # So a save never touches the last checkpoint.
 # It goes into a new folder whose name begins with `.saving`.
-# When every rank has written, the folder gets its final name.
+# When every rank has written its files, the folder gets its final name.
 # A rename is atomic: at every moment the new checkpoint is complete, or does not exist.
 #
 # ![Timeline of a save. The folder of step 500 stays complete while the ranks write step 600 into a folder whose name starts with .saving. One rename makes it complete. Only then the old one goes. A kill before the rename leaves step 500 as the current checkpoint, a kill after it step 600.](../figures/checkpoint_rename.svg)
 #
-# Two more steps are necessary.
 # `fsync` waits until a file is on the disk: without it the rename may reach the disk first, and a power cut then leaves empty files under a final name.
-# And an old checkpoint is renamed before it is deleted, so that a half-deleted checkpoint does not look complete.
+# An old checkpoint is renamed before it is deleted, so that a half-deleted checkpoint does not look complete.
 
 # %%
 show.source(core.begin_save, core.commit_save, core.prune_checkpoints)
 
 
 # %% [markdown]
-# The number at the front of a folder's name counts saves, and the highest is the current checkpoint.
-# Say the loss explodes after step 600, and you resume from step 500: then the current checkpoint is the new step 600, not the old.
+# The number at the front of a folder's name counts saves, and the highest number is the current checkpoint.
+# Say the loss explodes after step 600, and you resume from step 500.
+# When the run saves step 600 again, the new folder is the current checkpoint, not the old one.
 #
 # ### A test: kills at random moments
 #
 # The claim: when `save` has returned, no kill can lose that checkpoint.
 # Two ranks save one step after the other and do nothing else. At a random moment one of them, or both, are killed with `SIGKILL`, which no process can catch.
-# Rank 0 records each step whose `save` has returned in the file `killed.promised`.
+# Whenever `save` has returned, rank 0 records the step in the file `killed.promised`.
 
 # %%
 def save_until_killed(path, victims, delay):
@@ -568,7 +575,8 @@ def save_until_killed(path, victims, delay):
 KILLS = {0.31: (0,), 0.47: (1,), 0.22: (0, 1), 0.56: (0,), 0.38: (1,)}  # seconds: ranks that are killed then
 
 # %% [markdown]
-# After each of five kills, another process loads the current checkpoint. The table compares it with the last step that was promised.
+# After each of five kills, another process loads the current checkpoint.
+# The table compares its step with the last step in `killed.promised`.
 
 # %% tags=["hide-input", "measured"]
 # Table: five kills, and the checkpoint that is current after each
@@ -600,15 +608,15 @@ show.table(rows, [*head, "unfinished saves left"])
 
 # %% [markdown]
 # The next save deletes the files of an unfinished save.
-# [The tests](../tests/test_checkpoint.py) kill ten times at random, also while saving goes on in the background, and then once at *every* operation on a file that a save makes.
+# [The tests](../tests/test_checkpoint.py) kill ten times at random moments, also during saves in the background, and then once at *every* file operation of a save.
 #
-# The tests cannot cut the power. Only `fsync` helps against power cuts, and only if the disk has really written when it reports so.
-# Object stores have no atomic rename. There, write a small file last, which marks the checkpoint as complete.
+# The tests cannot cut the power. Only `fsync` helps against power cuts, and only if the disk has really written the data that it reports as written.
+# Object stores have no atomic rename. There, write a small file last, to mark the checkpoint as complete.
 #
 # ### Checksums: damaged files are refused
 #
-# The last file in a folder is its manifest: sizes and checksums of all other files, names and shapes of all tensors, and step and position of the run.
-# The cell prints a manifest, with one of its files and one of its tensors.
+# The last file written into a folder is its manifest: sizes and checksums of all other files, names and shapes of all tensors, and step and position of the run.
+# The cell prints a manifest with only one file and one tensor.
 
 # %%
 def save_once(path):
@@ -627,14 +635,15 @@ for name, value in manifest.items():
 # %% [markdown]
 # `load` checks the files first, then names, shapes, types and parameter groups, and only then changes the model.
 # It compares groups because torch identifies them only by their order: two groups in reverse order would swap their learning rates.
-# If one rank finds something wrong, all ranks raise its error (`raise_on_all_ranks`); otherwise the others would wait for it.
+# If one rank finds a fault, all ranks raise its error (`raise_on_all_ranks`); otherwise the others would wait for this rank.
 
 # %%
 show.source(Checkpoints.load)
 
 
 # %% [markdown]
-# The next cell damages a checkpoint in four ways, and then loads it into another model. Each message names the file or the tensor, and no model is changed.
+# The next cell damages a checkpoint in four ways, and then loads an intact checkpoint into a model of another shape.
+# Each message names the file or the tensor, and no model is changed.
 
 # %% tags=["hide-input"]
 # Damages a checkpoint in four ways, and tries to load it
@@ -676,20 +685,22 @@ try_to_load(FOLDER / "good", nn.Linear(64, 65))
 #
 # ## Saving in the background
 #
-# While the ranks write, the GPUs wait.
+# While the ranks save *at once* (synchronously), the GPUs wait.
 # To avoid this, copy the state in memory, which is fast, and let a thread write the copy while training continues.
 #
 # ![Two timelines. Saving at once holds training up while everything is written. Saving in the background holds it up while the state is copied in memory; a thread then writes the copy while the next steps run.](../figures/checkpoint_async.svg)
 #
-# DCP does this in `async_save`. Two things have to be added. The thread uses its own process group, so that its messages cannot be mixed with those of training. And the rename waits until the threads of all ranks are done.
+# DCP does this in `async_save`.
+# Add two things: a process group for the thread, so that its messages cannot be mixed with those of training, and a rename after the threads of all ranks are done.
 
 # %%
 show.source(Checkpoints.save, Checkpoints._finish_save, Checkpoints._commit_or_discard)
 
 
 # %% [markdown]
-# How long does `save` block training? The storage here is slow on purpose: it takes a second to answer.
-# Right after the call the cell sets every weight to zero, to show that later training steps do not change the saved copy.
+# How long does `save` block training?
+# The storage here is slow: it takes a second to answer.
+# After the call the cell sets every weight to zero, to show that later training steps do not change the saved copy.
 
 # %%
 class SlowStorage(dcp.FileSystemWriter):
@@ -751,7 +762,7 @@ show.table(rows, ["save", "training held up (s)", "ratio", "weights saved"])
 # ### Bytes written
 #
 # In float32 with AdamW a checkpoint has 12 bytes per parameter: the weight, and two averages.
-# The table compares that with the files of real saves, on one, two and four ranks.
+# The table compares this prediction with real saves, on one, two and four ranks.
 
 # %%
 def save_one_checkpoint(path, preset):
@@ -794,7 +805,9 @@ show.table(rows, [*head, "pieces", "more bytes per piece"])
 # ### How often to save
 #
 # Let a save hold training up for $\delta$ seconds, and let failures come every $M$ seconds on average.
-# If you save every $\tau$ seconds, saving takes the fraction $\delta/\tau$ of the time. A failure loses $\tau/2$ seconds on average, which is the fraction $\tau/2M$. The sum of both is smallest at
+# If you save every $\tau$ seconds, saving takes the fraction $\delta/\tau$ of the time.
+# A failure loses $\tau/2$ seconds of training on average, the fraction $\tau/2M$.
+# The sum of both fractions is smallest at
 #
 # $$
 # \tau = \sqrt{2\,\delta M}
@@ -806,7 +819,8 @@ show.table(rows, [*head, "pieces", "more bytes per piece"])
 show.source(best_interval, lost_fraction)
 
 # %% [markdown]
-# The picture shows that fraction for 16,384 GPUs and five minutes to restart. Each dot is a simulated job that fails 20,000 times.
+# The picture shows the lost fraction for 16,384 GPUs and five minutes to restart.
+# Each dot is a simulated job that fails 20,000 times.
 
 # %% tags=["hide-input"]
 # Draws the fraction of time lost over the interval between saves
@@ -848,29 +862,31 @@ show.figure(
 
 
 # %% [markdown]
-# If you do not know $M$ well, choose a longer interval: twice the best interval loses less than 5 % more of the time. An interval that is too short costs more than one that is too long.
-# Faster saves help twice: each save costs less, and you can save more often, so that a failure loses less. Here the gain is a tenth of all time.
+# If you do not know $M$ well, choose a longer interval, because a shorter one costs more: twice the best interval loses less than 5 percentage points more of the time.
+# Faster saves help twice: each save costs less, and you can save more often, so that a failure loses less.
+# In the picture, saves of 5 instead of 120 s gain a tenth of the job's time.
 #
 # ## PyTorch's library, and others
 #
-# All of the above uses DCP. The table says what it does, and what this course adds:
+# The table says what DCP does, and what this course adds:
 #
 # | | DCP | added |
 # |---|---|---|
 # | shards written in parallel, read by any number of ranks | yes | |
-# | what several ranks hold is written by one of them | yes | |
+# | a tensor that several ranks hold is written by one of them | yes | |
 # | `fsync` of each file | yes | of the folders too |
 # | in the background | `async_save` | a process group of its own; the rename after it |
-# | complete or not | index written last | a new folder for each save; one rename |
-# | which one is current, which ones are deleted | no | number in the name, `keep` |
+# | a complete save is recognised by | index written last | a new folder for each save; one rename |
+# | which checkpoint is current, which are deleted | no | number in the name, `keep` |
 # | checksums | no | manifest |
-# | names and shapes compared | a missing name or another shape is an error, a name too many is not | all of these, and types, before anything changes |
+# | names and shapes compared | a missing name or another shape is an error, an additional name is not | all of these, and types, before the model changes |
 # | schedule, step, position, random state | no | `Training` |
 #
 # If replicas have drifted apart ([Data parallelism](data_parallel.md) shows how), DCP does not notice: it writes one of them.
 #
-# To use a model in one process, one file with all of it is simpler.
-# `export_model` gathers the model on rank 0, whose memory must hold it, and writes that file. `torch.load` reads it with `weights_only=True`, which makes tensors and numbers and runs no code.
+# To use a model in one process, one file with the whole model is simpler.
+# `export_model` gathers the model on rank 0, whose memory must hold it, and writes that file.
+# `torch.load` reads the file with `weights_only=True`, which builds only tensors and numbers, and runs no code.
 
 # %%
 def train_and_export(path):
@@ -887,7 +903,7 @@ tokens, targets = text.get_batch(64, 8, start=16)
 value = loss(alone(tokens), targets).item()
 
 # %% [markdown]
-# The one process, which loaded the file, has the same next loss as the four ranks.
+# The process that loaded the file has the same next loss as the four ranks.
 
 # %% tags=["hide-input"]
 # Compares the next loss of one process with that of four ranks
@@ -896,15 +912,17 @@ assert abs(value - after) < 1e-5  # one process computes the batch at once: roun
 print(f"next loss: four ranks {after:.4f}, one process {value:.4f}")
 
 # %% [markdown]
-# [DeepSpeed](deepspeed_engine.md) has checkpoints of its own: a folder for each step with a file for each rank, and a text file `latest` with the current one's name. Scripts make of them one state dict, or a format that any number of ranks loads.
+# [DeepSpeed](deepspeed_engine.md) has its own checkpoint format: a folder for each step with a file for each rank, and a text file `latest` with the current folder's name.
+# Scripts convert a checkpoint into one state dict, or into a format that any number of ranks loads.
 #
 # ## Weights of real models
 #
 # On Hugging Face's hub a model is a folder: `config.json` has its shape, and the weights are in `safetensors` files.
-# Such a file begins with a header in JSON: name, dtype, shape and place of each tensor. Then come raw numbers, and no code.
-# So each rank reads only its own slices, and ranks send nothing.
+# Such a file begins with a header in JSON: name, dtype, shape and offset of each tensor.
+# Then come raw numbers, and no code.
+# So each rank reads only its own slices, without messages.
 #
-# But each kind of model has its own names, and some store matrices transposed or joined.
+# But each kind of model has its own tensor names, and some store matrices transposed or concatenated.
 # `hub_names.map_tensors` says where in the files each tensor of the course's GPT is:
 
 # %%
@@ -916,11 +934,13 @@ for preset, kind in (("llama-3-8b", "llama"), ("gpt-2", "gpt2")):
 
 
 # %% [markdown]
-# GPT-2 keeps queries, keys and values side by side in one matrix, whose rows are the inputs: keys are its middle third, transposed.
+# GPT-2 keeps the weights of queries, keys and values side by side in one matrix, whose rows are the inputs: the keys' weights are its middle third, transposed.
 #
-# In the next cell `transformers` saves a tiny Llama, in files of 30 kB. Eight ranks load it, with data, pipeline and tensor parallelism over two ranks each, and ZeRO-1 ([Mesh](mesh.md) combines these).
-# The model is built on the device `meta`, where tensors have no storage. `Parallel` makes room for this rank's part of it alone, so no rank ever holds the whole model.
-# Then they write it: for each tensor all ranks send their parts to the rank that writes its file. The folder gets its final name when it is complete.
+# `transformers` saves a tiny Llama, in files of 30 kB.
+# Eight ranks load it, with data, pipeline and tensor parallelism over two ranks each, and ZeRO-1 ([Mesh](mesh.md) combines these).
+# The model is built on the device `meta`, where tensors have no storage. `Parallel` allocates only this rank's part, so no rank ever holds the whole model.
+# Then the ranks write the model: for each tensor, all ranks send their parts to the rank that writes the tensor's file.
+# The folder gets its final name when it is complete.
 
 # %%
 def load_and_save_on_mesh(source, target):
@@ -965,31 +985,38 @@ assert torch.equal(theirs, again) and (ours(tokens) - theirs).abs().max() < 1e-5
 print("logits of transformers from both folders: equal; the course's GPT has the same")
 
 # %% [markdown]
-# `snapshot_download` of `huggingface_hub` returns such a folder, in its own cache: each file is a link there, which `load_hub` follows.
-# If a file is cut off, missing or renamed, or a tensor has another shape or name, `load_hub` names it before the model changes.
-# In a tied model the output layer is the embedding. Some folders have both all the same, such as Qwen3-1.7B's. `load_hub` compares them and keeps one.
-# If they differ, `transformers` warns and ties them no longer. `load_hub` refuses them: build the model with `tied=False`.
-# One warning: the course's GPT has rotary positions. GPT-2's weights load, but its learned positions are not used, so the result is another model. `load_hub` returns the names of the tensors that it did not use.
+# `snapshot_download` of `huggingface_hub` returns such a folder in its own cache. Its files are symbolic links, which `load_hub` follows.
+# If a file is truncated, missing or renamed, or a tensor has another shape or name, `load_hub` raises an error that names it before the model changes.
+# In a tied model the output layer is the embedding.
+# Some folders, such as Qwen3-1.7B's, store both tensors nevertheless. `load_hub` compares them and keeps one.
+# If they differ, `transformers` warns and unties them. `load_hub` refuses them: build the model with `tied=False`.
+# The course's GPT has rotary positions.
+# GPT-2's weights load, but its learned positions are not used, so the result is another model. `load_hub` returns the names of the tensors that it did not use.
 #
 # ### Another layout, while the job runs
 #
-# Reinforcement learning trains a model and generates text with it in turn, and each is fastest in a layout of its own: say, training with every matrix over four ranks, generating with two copies over two ranks each.
-# Saving and loading every few steps would be too slow. But every rank knows both layouts, and so which part of which tensor each rank has and needs. So all compute the same plan, send what others lack, and know the bytes before.
+# Reinforcement learning alternates between training a model and generating text with it.
+# Each is fastest in its own layout: for instance, training with every matrix sharded over four ranks, and generating with two copies over two ranks each.
+# Saving and loading every few steps would be too slow.
+# But every rank knows both layouts, and so which part of which tensor each rank has and needs.
+# So all ranks compute the same plan, send the parts that others lack, and know the bytes in advance.
 
 # %%
 show.source(resharding.transfer_weights, resharding.plan_transfers)
 
 # %% [markdown]
-# How many bytes depends on which ranks are a copy. In training, rank $r$ has quarter $r$ of each matrix, counted from 0.
-# With the tensor ranks of a copy side by side, ranks 0 and 1 are the first copy. Rank 1 has the second quarter and needs the second half: of that it has nothing.
-# With copies side by side, ranks 0 and 1 both need the first half, and each has one quarter of it. Then four quarters are sent in all, and otherwise six.
+# The number of bytes depends on which ranks form a copy.
+# In training, rank $r$ has quarter $r$ of each matrix, counted from 0.
+# If ranks 0 and 1 form a copy, rank 1 has the second quarter and needs the second half, of which it has nothing.
+# If ranks 0 and 2 form a copy, ranks 0 and 1 both need the first half, and each has one quarter of it.
+# In all, the ranks send six quarters in the first case, and four in the second.
 
 # %% tags=["hide-input"]
-# Hands weights over to two layouts, and counts the bytes
+# Transfers weights to two layouts, and counts the bytes
 TRAINER = Layout(tp=4)
 GENERATORS = {
-    "tensor ranks of a copy side by side": Layout(dp=2, tp=2, order=("dp", "tp")),
-    "copies side by side": Layout(dp=2, tp=2, order=("tp", "dp")),
+    "copies {0, 1} and {2, 3}": Layout(dp=2, tp=2, order=("dp", "tp")),
+    "copies {0, 2} and {1, 3}": Layout(dp=2, tp=2, order=("tp", "dp")),
 }
 four_heads = replace(PRESETS["micro"], vocab=512)
 
@@ -1035,7 +1062,7 @@ show.table(rows, head)
 #
 # ### One folder for all saves
 #
-# This is the accident from the beginning of the lesson, with DCP alone. DCP writes its index last, so that a folder without one is known to be incomplete.
+# This is the accident from the beginning of the lesson, with DCP alone. DCP writes its index last, so that a folder without an index is known to be incomplete.
 # Rank 1 is killed just before it writes its shard of step 200.
 
 # %%
@@ -1076,15 +1103,16 @@ assert (weight[:32] == 200).all() and (weight[32:] == 100).all()
 # :class: checked
 #
 # In a new folder that is true: without an index nothing loads.
-# In a folder with an older checkpoint the *old* index is still there, and it fits the new files to the byte. So the cell above loads half of each step, without an error.
-# DCP warns when it overwrites a checkpoint, but not when it loads one.
+# In a folder with an older checkpoint the *old* index is still there, and its offsets fit the new files.
+# So the cell above loads half of each step, without an error.
+# DCP warns when it overwrites a checkpoint, but not when it loads a mixed checkpoint.
 # Give every save a folder of its own.
 # ````
 #
 # ### Forgetting the optimizer
 #
 # Weights alone are enough to *use* a model, but not to continue training.
-# After 120 steps the folded cell resumes twice: with AdamW's state, and with a new AdamW. It measures the loss on text that is not trained on, and how far the first step moves the weights.
+# After 120 steps the folded cell resumes twice: with AdamW's state, and with a new AdamW. It measures the loss on held-out text, and how far the first step moves the weights.
 
 # %% tags=["hide-input"]
 # Resumes after 120 steps, with AdamW's state and without
@@ -1142,9 +1170,6 @@ for words, (_, moved), jump in pairs:
     print(f"{words} the first step moves a weight by {moved:.2f} learning rates,")
     print(f"      and the loss changes by {jump:+.3f}")
 
-# %% [markdown]
-# The loss over the next six steps:
-
 # %% tags=["hide-input"]
 # Draws the loss on held-out text after resuming, with and without AdamW's state
 
@@ -1167,15 +1192,17 @@ show.figure(
 
 
 # %% [markdown]
-# A new AdamW has no averages yet. Its first step divides each gradient by its own absolute value, so *every* weight moves by a whole learning rate. With averages of many steps it moves by a small part of that.
+# A new AdamW has no averages yet. Its first step divides each gradient by its own absolute value, so *every* weight moves by a whole learning rate.
+# With averages of many steps a weight moves by a small part of the learning rate.
 # In a large run you see this as a spike in the loss curve.
 #
 # ````{admonition} Checked: "asking for a state dict changes nothing"
 # :class: checked
 #
-# Before the first step an optimizer has no state. `get_optimizer_state_dict` makes one by a step with gradients of zero, and leaves the step counters at 1, as the table shows.
-# AdamW then corrects its averages as if they were one step older. So a run that saves at step 0 differs from one that does not.
-# `named_tensors` asks only where there is a state.
+# Before the first step an optimizer has no state. `get_optimizer_state_dict` creates the state by a step with zero gradients, and leaves the step counters at 1, so the table's counter is one too high.
+# AdamW then corrects its averages as if they were one step older.
+# So saving at step 0 changes the run.
+# `named_tensors` calls it only for an optimizer with state.
 # ````
 
 # %%
@@ -1206,7 +1233,7 @@ show.table(rows, head)
 # ### Forgetting the position in the data
 #
 # A run of 60 steps stops after 20 and after 40, and its last 20 steps run on two ranks instead of four.
-# The table shows which windows it reads in three cases: the resumed loader starts from the beginning; each rank has saved its own position; the position counts samples of all ranks.
+# The table shows which *windows* of the text, its samples, the run reads in three cases: the resumed loader starts from the beginning; each rank has saved its own position; the position counts samples of all ranks.
 
 # %% tags=["hide-input"]
 # Lists the windows that each of the three ways reads
@@ -1247,11 +1274,13 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# None of this raises an error. The loss even looks better, because the model has already seen the text.
+# None of these mistakes raises an error.
+# The loss even looks better, because the model has already seen the text.
 #
 # ### Saving the shards of rank 0
 #
-# In data parallelism `if rank == 0: torch.save(…)` saves the model. Of a sharded model it saves one rank's shards.
+# In data parallelism `if rank == 0: torch.save(…)` saves the model.
+# Of a sharded model it saves only rank 0's shards.
 
 # %%
 def save_on_rank_0(path):
@@ -1275,7 +1304,7 @@ assert fraction == 0.25
 
 
 # %% [markdown]
-# You notice when you load, which may be weeks later.
+# You notice this only when you load the file, perhaps weeks later.
 # So load a new job's first checkpoint immediately, in another process.
 #
 # ### Running a stranger's code
@@ -1296,41 +1325,42 @@ except Exception as error:
     print(f"refused: {type(error).__name__}")
 
 # %% [markdown]
-# This course's checkpoints are read with `weights_only=True`, or are JSON, with one exception: DCP's index `.metadata` is a pickle, and DCP unpickles it. The manifest's checksum finds damage in it, but not an attack.
+# This course's checkpoints are read with `weights_only=True`, or are JSON, with one exception: DCP's index `.metadata` is a pickle, and DCP unpickles it. The manifest's checksum finds damage in it, but no attack.
 #
 # ### A full disk, and a folder that is not shared
 #
-# If a save fails on one rank, all ranks raise that rank's error; what was written is deleted, and the last checkpoint stays.
+# If a save fails on one rank, all ranks raise that rank's error; the incomplete folder is deleted, and the last checkpoint stays.
 # On a full disk the error says how many bytes the save needs, and how many are free; DCP alone says `unexpected pos 704 vs 598` (torch 2.13).
 # The disk needs room for `keep` checkpoints *and one more*: the new one is complete before an old one is deleted.
 #
 # Two jobs that save into one folder would delete each other's checkpoints, since each keeps only the newest.
 # So a job locks the folder from its first save to its end. A second job may load from it, but its first save is refused.
 #
-# If the folder is on each node's own disk, it looks right on every node, and none of them has all files. So rank 0 looks for every file before the rename, and names those that it does not see.
+# If the folder is on each node's own disk, it looks right on every node, but no node has all files.
+# So rank 0 looks for every file before the rename, and its error names the missing files.
 #
 # ## When to use what
 #
 # | | for | against |
 # |---|---|---|
-# | sharded, by all $N$ ranks | no rank holds more than its shards; each writes $1/N$ of the bytes | many files, which only the library reads |
-# | one file, gathered | any process reads it | one rank holds 12 bytes per parameter, and the others wait for it to write them |
-# | at once | simple; an error is raised by the save that failed | training waits for the storage |
-# | in the background | training waits for the copy alone (measured above) | a second copy of the state in memory; an error is raised one save late |
+# | sharded, by all $N$ ranks | no rank holds more than its shards; each writes $1/N$ of the bytes | many files, which only DCP reads |
+# | one file, gathered | any process reads it | one rank holds all 12 bytes per parameter, and the others wait while it writes |
+# | at once (synchronous) | simple; an error is raised by the save that failed | training waits for the storage |
+# | in the background | training waits only for the copy (measured above) | a second copy of the state in memory; an error is raised one save late |
 #
-# In a job of your own, check four things:
+# In your own job, check four things:
 #
 # - another process has loaded the first checkpoint;
-# - the first loss after resuming equals the run's without a stop;
+# - the first loss after resuming equals that of a run without a stop;
 # - the time between two saves is near $\sqrt{2\delta M}$;
 # - the disk has room for one checkpoint more than `keep`.
 #
 # ```{admonition} On more GPUs
 # :class: note
 #
-# What is saved, and that training resumes with the same bits, does not depend on the device.
-# The seconds of a save do: each GPU copies its own shards to the host, all at the same time.
-# So with more GPUs training waits for less, until the storage is the limit.
+# The saved files do not depend on the device, and training resumes bit for bit on any.
+# The seconds of a save depend on it: all GPUs copy their own shards to the host at the same time.
+# So with more GPUs training waits less, until the storage is the limit.
 # ```
 #
 # ## Exercises
@@ -1355,7 +1385,7 @@ check(answer, "checkpoint_bytes")
 # :class: dropdown
 # ```
 #
-# The weight and AdamW's two averages, 4 bytes each. Gradients are not kept.
+# The weight and AdamW's two averages, 4 bytes each. Gradients are not saved.
 
 # %%
 answer = (4 + 4 + 4) * 8.03e9
@@ -1398,9 +1428,10 @@ check(answer, "checkpoint_interval")
 # :label: ex-checkpoint-windows
 # ```
 #
-# The text is cut into windows with the numbers 0, 1, 2 and so on. All ranks together have trained on the first `samples` of them, and take `batch` windows in each step.
+# The text is cut into windows with the numbers 0, 1, 2 and so on.
+# All ranks together have trained on the first `samples` windows, and take `batch` windows in each step.
 # Return the numbers of the windows that rank `rank` of `size` takes in the next step. `size` divides `batch`.
-# The check stops, and resumes with 4, 2, 1 and 8 ranks.
+# The check stops the run, and resumes it with 4, 2, 1 and 8 ranks.
 
 # %%
 def my_windows(samples, batch, rank, size):
@@ -1438,8 +1469,10 @@ check(my_windows)
 # :label: ex-checkpoint-write
 # ```
 #
-# Write the bytes `content` to the file `path`, which may exist already. At every moment the file must have the old content or the new, and after a power cut, too.
-# The check kills your function before each line of Python that it runs. After a killed call the next one must work.
+# Write the bytes `content` to the file `path`, which may exist already.
+# At every moment, and after a power cut, the file must have either the old or the new content.
+# The check kills your function before each line of Python that it runs.
+# After a killed call the next call must work.
 
 # %%
 def my_write(path, content):
@@ -1458,7 +1491,8 @@ check(my_write)
 # :class: dropdown
 # ```
 #
-# Write a file beside it, wait until it is on the disk, then rename it. If the function is killed, the next call writes over the same file beside it.
+# Write a new file beside `path`, wait until it is on the disk, then rename it.
+# After a kill, the next call overwrites this new file.
 
 # %%
 def my_write(path, content):
@@ -1481,9 +1515,11 @@ check(my_write)
 # :label: ex-checkpoint-pieces
 # ```
 #
-# With tensor parallelism a matrix may be cut by rows and by columns, so that each rank has a rectangle of it, a *box*.
+# With tensor parallelism a matrix may be sharded by rows and by columns: each rank has a rectangle of it, a *box*.
 # `saved` is a list of boxes `(file, offset, size)`, and this rank's new box is `(offset, size)`. `offset` is the row and column of the whole matrix at which the box begins, `size` its numbers of rows and columns.
-# Return what to read: a list of `(file, theirs, mine)`, so that `box[mine] = saved_box[theirs]` copies what both boxes contain. `theirs` and `mine` are pairs of slices: `theirs` counts from the beginning of the file's box, `mine` from that of this rank's. Leave out files with nothing for this rank.
+# Return a list of `(file, theirs, mine)`, so that `box[mine] = saved_box[theirs]` copies the elements that both boxes contain.
+# `theirs` and `mine` are pairs of slices: `theirs` is relative to the file's box, `mine` to this rank's box.
+# Leave out files with nothing for this rank.
 
 # %%
 def my_pieces(saved, offset, size):
@@ -1533,9 +1569,11 @@ check(my_pieces)
 # :label: ex-checkpoint-background
 # ```
 #
-# A checkpoint has `size` bytes, of all `ranks_` ranks together. Each rank copies its part to the host at `copy` bytes per second, all at once, and training waits for that.
-# Then training goes on while the parts are written. The storage takes `write` bytes per second in all, and a save may begin only when the one before is written. The job fails every `mtbf` seconds on average.
-# Return how many seconds of training should lie between two saves, so that the least time is lost.
+# A checkpoint has `size` bytes, of all `ranks_` ranks together. Each rank copies its part to the host at `copy` bytes per second, all ranks at the same time, and training waits for the copy.
+# Then training goes on while the parts are written.
+# The storage writes `write` bytes per second in all, and a save may begin only when the save before it is written.
+# The job fails every `mtbf` seconds on average.
+# Return how many seconds of training should lie between two saves, so that the lost time is smallest.
 
 # %%
 def my_save_interval(size, ranks_, copy, write, mtbf):
@@ -1554,7 +1592,8 @@ check(my_save_interval)
 # :class: dropdown
 # ```
 #
-# Only the copy holds training up, so it is $\delta$. The time that the storage takes is the least that there can be between two saves.
+# Only the copy holds training up, so its time is $\delta$.
+# The interval cannot be shorter than the time in which the storage writes a checkpoint.
 
 # %%
 def my_save_interval(size, ranks_, copy, write, mtbf):
@@ -1572,7 +1611,7 @@ check(my_save_interval)
 #
 # - A checkpoint is everything on which the next step depends: weights, optimizer, schedule, step, position in the data, random state.
 # - Each rank writes its shards, and later reads the saved shards that overlap with its new ones. A resumed run equals an uninterrupted one: bit for bit on the same number of ranks, up to rounding on fewer.
-# - A save goes into a new folder and is complete with one rename; old saves are deleted after it. So a kill at any moment leaves the last good checkpoint.
+# - A save goes into a new folder, and one rename completes it; old checkpoints are deleted afterwards. So a kill at any moment leaves the last good checkpoint.
 # - Loading compares sizes, checksums, names and shapes before it changes a model.
 # - A checkpoint takes 12 bytes per parameter in float32 with AdamW. When it is written in the background, training waits only for the copy.
 # - Save every $\sqrt{2\delta M}$ seconds.

@@ -20,14 +20,14 @@
 #
 # - write a batch script for one GPU and for several nodes, and say what each line does;
 # - let a job save before its time limit, requeue itself, and resume after a rank was lost;
-# - say whether a job uses its GPUs, and which rank holds up the others;
+# - say whether a job uses its GPUs, and which rank delays the others;
 # - find the rank, the collective and the line at which a job hangs;
 # - check the nodes before a job, with one command.
 #
 # You have a script that trains on one GPU, and an account on a cluster.
 # The cluster's machines are *nodes*. You log in to one of them, the *login node*; the nodes with GPUs are the *compute nodes*.
 # You do not start programs on compute nodes yourself. You submit a *job* to the *scheduler*: a program, the number of nodes and GPUs, and a time limit.
-# The scheduler starts the job when enough nodes are free. This page uses the scheduler Slurm; [PBS and Kubernetes](#the-same-job-under-pbs-and-kubernetes) follow near the end.
+# The scheduler starts the job when enough nodes are free. This page uses Slurm; [PBS and Kubernetes](#the-same-job-under-pbs-and-kubernetes) follow near the end.
 #
 # ![On the left the login node, on which you call sbatch. The job goes into the queue, and the scheduler starts it when two nodes are free. On the first of two compute nodes the batch script runs, once. Its srun starts one torchrun on each node, and each torchrun starts two ranks. All nodes see one shared file system.](../figures/cluster_job.svg)
 
@@ -66,13 +66,14 @@ FOLDER = Path(TEMPORARY.name)
 # ## One GPU: a batch script
 #
 # A *batch script* is a shell script whose first comments are options for the scheduler.
-# This batch script runs a script that knows nothing of ranks, like [the first stage of the training script](train.md#training-script-from-one-process-to-many).
+# This batch script runs a training script without ranks, like [the first stage of the training script](train.md#training-script-from-one-process-to-many).
 
 # %%
 sessions.show_job("one.sbatch")
 
 # %% [markdown]
-# You submit it with `sbatch one.sbatch train.py --steps 1000`. The batch script gets the arguments after its name as `"$@"`.
+# You submit it with `sbatch one.sbatch train.py --steps 1000`.
+# The batch script gets the arguments after its name as `"$@"`.
 # `sbatch` prints the job's number and returns at once. `squeue` lists the jobs, and `scancel NUMBER` ends one.
 
 # %%
@@ -84,18 +85,19 @@ sessions.show_session("one")
 # ### The environment inside a job
 #
 # The job does not run on the machine on which you tried your script.
-# Most sites pass the environment variables of your `sbatch` shell on to the job. Do not rely on it: let the batch script set up everything that the script needs.
+# Most sites copy your shell's environment variables into the job.
+# Do not rely on this: let the batch script set up everything that the training script needs.
 #
 # | you need | the line in the batch script |
 # |---|---|
 # | programs that the site installs | `module load NAME/VERSION`; `module avail` lists them |
 # | your own Python packages | `source /shared/venv/bin/activate`, a virtual environment in a folder that all nodes see |
-# | the same in a container | `srun apptainer exec --nv IMAGE.sif python "$@"`; `--nv` passes the GPUs on |
+# | your packages in a container | `srun apptainer exec --nv IMAGE.sif python "$@"`; `--nv` passes the GPUs into it |
 # | data and models of Hugging Face | `export HF_HOME=/shared/hf HF_HUB_OFFLINE=1` |
 #
 # Compute nodes often have no internet. Fetch data, models and packages on the login node, into a folder that all nodes see.
-# [`HF_HUB_OFFLINE=1`](https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables) then raises an error at once instead of waiting for a network.
-# If the environment is not activated, the node does not find your programs. Slurm's error names a system call:
+# With [`HF_HUB_OFFLINE=1`](https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables) the library raises an error at once instead of waiting for a network.
+# If the environment is not activated, the node does not find your programs:
 
 # %%
 sessions.show_session("path")
@@ -104,24 +106,25 @@ sessions.show_session("path")
 # `execve(): torchrun: No such file or directory` means that no `torchrun` is in the job's `PATH`: activate the environment in the batch script.
 #
 # The course's commands that examine a job, `doctor` and `cluster watch`, run inside the job.
-# So its environment needs the course's package (`pip install -e .` in the course's folder) and, for GPU metrics, `pip install nvidia-ml-py`.
+# So the job's environment needs the course's package (`pip install -e .` in the course's folder) and, for GPU metrics, `pip install nvidia-ml-py`.
 #
 # ### The job stays in the queue
 #
-# `squeue` gives the reason in its last column.
-# `Priority` and `Resources` mean that other jobs come first. With other reasons a job waits for ever:
+# The last column of `squeue` says why a job waits.
+# `Priority` and `Resources` mean that other jobs come first. With some other reasons a job waits for ever:
 
 # %%
 sessions.show_session("pending")
 
 # %% [markdown]
 # Nodes are grouped into *partitions*, each with a maximal time limit. `sinfo -o '%P %l'` lists partitions and limits.
-# `PartitionTimeLimit`: the job asks for more time than its partition allows, so it waits for ever. Ask for less time, or name another partition with `--partition`.
+# `PartitionTimeLimit`: the job asks for more time than its partition allows.
+# Ask for less time, or name another partition with `--partition`.
 # Some sites refuse such a job at once: `Requested time limit is invalid`.
 #
 # ### A small Slurm on your own machine
 #
-# Slurm is made of ordinary programs: `slurmctld` decides, and a `slurmd` on each node starts the programs.
+# Slurm is made of ordinary programs: `slurmctld` schedules the jobs, and a `slurmd` on each node starts their programs.
 # So a cluster of two nodes fits on your machine, and a mistake in a batch script costs seconds instead of a night in the queue:
 #
 # ```bash
@@ -131,10 +134,11 @@ sessions.show_session("pending")
 # python -m shardlab cluster down
 # ```
 #
-# Only `apt-get` needs root. It starts no system service, and listens on the loopback interface alone.
+# Only `apt-get` needs root.
+# `cluster up` starts no system service, and listens on the loopback interface alone.
 # Scheduler, signals, queue and files are real. Both nodes are this machine, and the GPUs are devices such as `/dev/null`: Slurm can count them, but no script can compute on them.
 #
-# If Slurm is installed, a page executes its short sessions. Otherwise, and for long sessions, it shows a dated recording.
+# If Slurm is installed, this page executes its short sessions. Otherwise, and for long sessions, it shows dated recordings.
 #
 # ## Two nodes
 #
@@ -153,10 +157,10 @@ sessions.show_job("torchrun.sbatch")
 # %% [markdown]
 # | line | why |
 # |---|---|
-# | `#SBATCH …` | options, as comments; after the first command Slurm ignores them, silently |
-# | `--ntasks-per-node=1` | a *task* is one start of the program by `srun`. Each `torchrun` starts its node's ranks itself, so one task is enough; with two tasks there are twice as many ranks as GPUs |
+# | `#SBATCH …` | options, as comments; Slurm silently ignores those after the first command |
+# | `--ntasks-per-node=1` | a *task* is one process that `srun` starts. Each `torchrun` starts its node's ranks itself, so one task is enough; two tasks start twice as many ranks as GPUs |
 # | `--output`, `--error` | one file each for all ranks, in the folder where you called `sbatch`. A folder in these names must exist, else the job fails at once, without output (`JobLaunchFailure`) |
-# | `first`, `address` | the first node's name, and the address at which Slurm reaches it: there the launchers meet |
+# | `first`, `address` | the first node's name, and the address at which Slurm reaches this node: there the launchers meet |
 # | `port=…` | computed from the job's number, so that two jobs on one node use different ports |
 # | `srun --cpus-per-task` | repeated, because `srun` does not inherit it from `sbatch` since Slurm 22.05 {cite}`schedmd2026srun` |
 # | `--kill-on-bad-exit=1` | when one task fails, the others end |
@@ -172,17 +176,17 @@ MEANS = [
     ("--nnodes", "nodes of the job; 1:2 lets it go on with one"),
     ("--nproc-per-node", "ranks on this node; also gpu: one for each GPU"),
     ("--rdzv-backend", "how launchers meet; for several nodes c10d"),
-    ("--rdzv-endpoint", "HOST:PORT where they meet; the same on all nodes"),
+    ("--rdzv-endpoint", "HOST:PORT where launchers meet; the same on all nodes"),
     ("--rdzv-id", "the job's name; the same on all nodes"),
-    ("--rdzv-conf", "settings of the meeting: join_timeout, is_host, …"),
+    ("--rdzv-conf", "settings of the rendezvous: join_timeout, is_host, …"),
     ("--max-restarts", "how often all ranks start again after one has failed"),
     ("--log-dir", "folder of logs and error files"),
     ("--tee", "3: output and errors to files and to the console"),
     ("--local-ranks-filter", "0: the console shows one rank of each node"),
     ("--node-rank", "only for the static backend: c10d ignores it"),
-    ("--shutdown-timeout", "seconds from SIGTERM to SIGKILL (none: 30)"),
+    ("--shutdown-timeout", "seconds from SIGTERM to SIGKILL (if not given, 30)"),
     ("--standalone", "one node: picks a free port itself"),
-    ("--local-addr", "this node's address for the others; none: its name's"),
+    ("--local-addr", "this node's address (if not given, its host name's)"),
 ]
 known = {name: a for a in get_args_parser()._actions for name in a.option_strings}
 empty = None, "", False
@@ -191,20 +195,22 @@ for name, means in MEANS:
     default = known[name].default
     shown = "–" if default in empty else str(default).replace(",", ", ")  # so that it may break
     rows.append((name, shown, means))
-show.table(rows, ["option", "default", "what it gives"])
+show.table(rows, ["option", "default", "meaning"])
 
 # %% [markdown]
 # `torchrun`'s options come before the script's name, the script's own after it.
-# `sbatch torchrun.sbatch train.py --folder runs/a` submits it. Here it starts `steps.py`, which prints its rank.
+# `sbatch torchrun.sbatch train.py --folder runs/a` submits the job.
+# The job below starts `steps.py`, which prints its rank.
 
 # %%
 sessions.show_session("torchrun", live=False)
 
 # %% [markdown]
-# The lines are sorted here; in the file, the ranks' lines are in any order.
-# `LOCAL_RANK` is a rank's number on its node and chooses its GPU. `RANK`, over all nodes, is for everything else.
+# The lines are sorted here; in the file they are in any order.
+# `LOCAL_RANK` is a rank's number on its node and chooses its GPU.
+# `RANK`, its number over all nodes, is for everything else.
 #
-# `srun` can start the ranks itself, without `torchrun`. Then the script needs four variables that `torchrun` would have set, and Slurm has all four values:
+# `srun` can start the ranks itself, without `torchrun`. Then the batch script sets the variables that `torchrun` would have set, from Slurm's values:
 
 # %%
 sessions.show_job("srun.sbatch")
@@ -216,10 +222,10 @@ sessions.show_job("srun.sbatch")
 # ### Rank 0 is not on node 0
 #
 # With `c10d`, `torchrun` sorts the nodes by address, as text: `node10` comes before `node2`.
-# So print and save by `RANK`, and never by Slurm's number of the node, `SLURM_NODEID`.
+# So choose the rank that prints and saves by `RANK`, never by Slurm's node number, `SLURM_NODEID`.
 #
-# The node at the endpoint has to serve the rendezvous. Each `torchrun` compares the endpoint's name with its own host name to decide if it serves.
-# At some sites no node's host name is the endpoint's name, such as `node1i` for node1 on the InfiniBand network: then no node serves, and all wait.
+# The node at the endpoint has to serve the rendezvous. Each `torchrun` compares the endpoint's name with its node's host name to decide if it serves.
+# At some sites the endpoint's name, such as `node1i` for node1 on the InfiniBand network, is no node's host name: then no node serves, and all wait.
 # There, set `--rdzv-conf=is_host=…` to 1 on the first node and to 0 on the others. Single quotes let each node compute its own value:
 #
 # ```bash
@@ -240,9 +246,9 @@ sessions.show_session("gpus")
 # :class: checked
 #
 # Many batch scripts have this line. In the session below, two jobs with one GPU each share a node, and both set the variable.
-# Under `srun` the line has no effect: Slurm sets the variable anew for every step.
+# Under `srun` the line has no effect: Slurm sets the variable anew for every `srun`.
 # Without `srun` the process sees GPUs of the other job. If the site confines devices with cgroups, these GPUs cannot be opened; if not, two jobs compute on one GPU.
-# Ask for GPUs with `--gpus-per-node`, and leave the variable alone.
+# Ask for GPUs with `--gpus-per-node`, and do not set the variable.
 # ````
 
 # %%
@@ -263,17 +269,17 @@ sessions.show_session("random")
 # %% [markdown]
 # ### Rendezvous errors
 #
-# [Tests](../tests/test_elastic.py) produce each row of this table.
+# [Tests](../tests/test_elastic.py) produce each error of this table.
 #
 # | what is wrong | what you see |
 # |---|---|
-# | a node does not come | `RendezvousTimeoutError`, after `join_timeout`, 600 s |
+# | a node does not join | `RendezvousTimeoutError`, after `join_timeout`, 600 s |
 # | the address is wrong, or no node serves it | `RendezvousConnectionError: The connection to the C10d store has failed`, after `read_timeout`, 60 s |
 # | two jobs, or two ids, at one port | one of the two errors above, without the ids |
-# | the wrong interface: `GLOO_SOCKET_IFNAME=ib7` | the rank raises, and names `ib7` |
+# | the wrong interface: `GLOO_SOCKET_IFNAME=ib7` | the rank's error names `ib7` |
 # | node 0's name has no address, as in containers | `The IPv6 network addresses of (NAME, PORT) cannot be retrieved`, again and again |
 #
-# In the last case give an address with `--local-addr`: with `--standalone`, 127.0.0.1.
+# In the last case give an address with `--local-addr`; with `--standalone`, give 127.0.0.1.
 #
 # `torchrun` listens on all interfaces of the first node, without a password.
 #
@@ -286,12 +292,13 @@ sessions.show_session("random")
 sessions.show_job("requeue.sbatch")
 
 # %% [markdown]
-# `--signal=USR1@120` sends SIGUSR1 to all processes that `srun` has started, and none to the batch script, 120 seconds before the end.
+# `--signal=USR1@120` sends SIGUSR1 120 seconds before the time limit, to all processes that `srun` has started, but not to the batch script.
 # Slurm may send the signal up to 60 seconds *earlier* than asked {cite}`schedmd2026sbatch`.
 # Ask for more seconds than a step and a save need together.
 #
 # All ranks have to stop after the same step, though the signal reaches them at different moments. If one rank stopped earlier, the others would wait for it.
-# So at each step every rank adds a flag to an all-reduce, 1 if it has received the signal. When the sum is not 0, all ranks save after this step, and stop.
+# So at each step the ranks all-reduce a flag, which is 1 on a rank that has received the signal.
+# When the sum is not 0, all ranks save after this step, and stop.
 # They end with status 0 and create the file `stopped`; the batch script finds the file, and requeues its own job.
 # `torchrun` would take another status for a failure, and start all ranks again.
 
@@ -299,16 +306,16 @@ sessions.show_job("requeue.sbatch")
 sessions.show_session("requeue", live=False)
 
 # %% [markdown]
-# `scancel --signal` sends the same signal by hand: with it you can try this without waiting for the time limit.
+# `scancel --signal` sends the same signal by hand, so you can try this without waiting for the time limit.
 # A requeued job keeps its number, and so its folder. It waits two minutes before it may start (`BeginTime`); `scontrol update` removes this delay.
-# The test stops [our script](train.md#the-script-to-take-home) in this way, and checks that each step ran once, with the losses of one process.
+# A test stops [our script](train.md#the-script-to-take-home) in this way, and checks that each step ran once, with the losses of one process.
 #
 # ````{admonition} Checked: "USR1 makes the job save"
 # :class: checked
 #
-# The signal makes the *ranks* save, if they handle it. `torchrun` does not handle SIGUSR1, so the signal ends it with status 138, which is 128 + 10.
+# The signal makes the *ranks* save, if they handle it. `torchrun` does not handle SIGUSR1, so the signal ends `torchrun` with status 138, which is 128 + 10.
 # `set -e` then ends the batch script before it looks for `stopped`, and the job is not requeued, though everything was saved.
-# `--signals-to-handle` (torch 2.13) passes the signal on, but `torchrun` still ends with 1.
+# `--signals-to-handle` (torch 2.13) passes the signal on, but `torchrun` still ends with status 1.
 # After `trap "" USR1; exec torchrun`, `torchrun` and its processes ignore the signal; a rank that then sets its own handler still receives it.
 # ````
 
@@ -318,14 +325,17 @@ sessions.show_session("usr1", live=False)
 # %% [markdown]
 # ## Restarting all ranks after one is lost
 #
-# A rank can be lost at any time: a GPU fails, memory runs out, or somebody kills the process. The other ranks cannot continue without it. With `--max-restarts=3`, `torchrun` ends them and starts all of them again, up to three times.
-# This helps a script that saves, and resumes from the last save. The script below saves after every fifth step. In its first run rank 1 kills itself after step 12.
+# A rank can be lost at any time: a GPU fails, memory runs out, or somebody kills the process. The other ranks cannot continue without it.
+# With `--max-restarts=3`, `torchrun` ends them and starts all ranks again, up to three times.
+# This helps a script that saves, and resumes from the last save.
+# The script below saves after every fifth step. In its first run rank 1 kills itself after step 12.
 
 # %%
 show.file(sessions.JOBS / "killed.py", "python")
 
 # %% [markdown]
-# The batch script is the same as before. A later section explains [the variable](#the-rendezvous-store-one-per-round) in the session's first line.
+# The batch script is the same as before.
+# [A later section](#the-rendezvous-store-one-per-round) explains the variable in the session's first line.
 
 # %%
 sessions.show_session("killed", live=False)
@@ -333,7 +343,7 @@ sessions.show_session("killed", live=False)
 # %% [markdown]
 # Steps 11 and 12 are computed twice, because they came after the last save. All losses equal those of a single process.
 # The job lost two steps, and the time in which four processes imported torch again.
-# Such interruptions come every few hours in a job of a thousand GPUs, as [Checkpoints](checkpoint.md#mean-time-between-failures) counts.
+# Such interruptions come every three hours in a job of 16,384 GPUs, as [Checkpoints](checkpoint.md#mean-time-between-failures) counts.
 #
 # ### Which rank failed first
 #
@@ -344,13 +354,15 @@ sessions.show_session("killed", live=False)
 # ````{admonition} Checked: "the timestamp in error.json tells who was first"
 # :class: checked
 #
-# The timestamp has whole seconds (torch 2.13), and other ranks fail within milliseconds: [the test](../tests/test_elastic.py) finds ten digits.
-# The file's modification time is finer. On a shared file system, `ls -tr --full-time logs/*/attempt_0/*/error.json | head -1` names the first.
+# The timestamp has whole seconds (torch 2.13, [tested](../tests/test_elastic.py)), and other ranks fail within milliseconds.
+# The file's modification time is finer.
+# On a shared file system, `ls -tr --full-time logs/*/attempt_0/*/error.json | head -1` names the first.
 # ````
 #
 # ### What a fault costs
 #
-# `benchmarks/elastic.py` measured two nodes on one machine with four ranks, a small GPT, and a checkpoint after every fifth step. Each fault comes after step 12.
+# `benchmarks/elastic.py` trained a small GPT on four ranks and two nodes, both on one machine, with a checkpoint after every fifth step.
+# Each fault comes after step 12.
 # The seconds are the time from the last step before the fault to the first step after it.
 
 # %% tags=["hide-input"]
@@ -363,7 +375,7 @@ for row in found["rows"]:
     told = (row["seconds"][1], row["lost"][1], row["after"][1])
     rows.append((row["case"], *("–" if x is None else x for x in told)))
 where = f"torch {found['torch']}, {found['cores']} cores"
-start = f"started by a mere loop, the script takes {found['bare start (s)']['4']} s"
+start = f"without a launcher, {found['bare start (s)']['4']} s from start to first step"
 caption = f"Recorded {found['date']}, {where}; {start}"
 head = ["what happens", "seconds", "steps lost", "ranks after (of 4)"]
 show.table(rows, head, caption=caption)
@@ -371,15 +383,15 @@ show.table(rows, head, caption=caption)
 # %% [markdown]
 # - Most of the time is the script's start, mainly its imports, which no launcher can avoid.
 # - Only the steps since the last save are lost.
-# - An agent is torchrun's process on a node. When it alone is killed, its ranks do not notice, and continue training without an agent. At the next fault they wait for ever, and hold their GPUs until they are killed. Slurm kills them when the job ends.
-# - The agents exchange data through the store. A dash means that the job ended with the store, and only the scheduler can start it again, by requeueing.
+# - An agent is torchrun's process on a node. When it alone is killed, its ranks do not notice, and continue training. At the next fault they wait for ever, and hold their GPUs until they are killed. Slurm kills them when the job ends.
+# - A dash means that training did not go on. Without the store, through which the agents exchange data, the job ends, and only the scheduler can start it again, by requeueing.
 #
 # ### The rendezvous store: one per round
 #
 # Each start of the ranks is a *round*. By default `torchrun` keeps one store of addresses for the ranks of *all* rounds.
 # A restarted rank can find the address of a dead rank in this store, and waits for that rank: `connectFullMesh failed … Connection refused`.
 # `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` gives each round its own store. Set it wherever you allow restarts.
-# In the [test](../tests/test_elastic.py), a rank of the first round writes a key, and a rank of the second round finds it, but not if the variable is set (torch 2.13).
+# In the [test](../tests/test_elastic.py), a rank of the first round writes a key, and a rank of the second round finds the key, unless the variable is set (torch 2.13).
 #
 # ### Faults that no restart repairs
 #
@@ -390,7 +402,7 @@ show.table(rows, head, caption=caption)
 #
 # ## Is my job using its GPUs?
 #
-# A scheduler counts GPUs that are *allocated*, whether they compute or wait. `nvidia-smi` shows their utilisation, and many people are content with 100 %.
+# A scheduler counts GPUs that are *allocated*, whether they compute or wait. `nvidia-smi` shows their utilisation, and many people are satisfied with 100 %.
 # NVIDIA defines utilisation as the [share of time in which at least one kernel ran](https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html). A *kernel* is one operation on the GPU. Utilisation does not say how much of the GPU this kernel used.
 # The same holds for a CPU core. The cell multiplies small matrices for half a second, and then large matrices.
 
@@ -437,7 +449,8 @@ show.table(rows, ["rows of the matrix", "core busy (% of time)", "GFLOP/s"])
 #
 # NVML is the library of NVIDIA's driver, DCGM a service on the node; [its overview](https://docs.nvidia.com/datacenter/dcgm/latest/user-guide/feature-overview.html) has the definitions.
 # Many sites plot these numbers for each job: [LLview](https://github.com/FZJ-JSC/LLview) comes from Jülich, [jobstats](https://github.com/PrincetonUniversity/jobstats) from Princeton.
-# Look at your site's plots first. They have one sample in minutes; for shorter intervals, sample yourself.
+# Look at your site's plots first.
+# Their samples are minutes apart; for shorter intervals, sample yourself.
 #
 # ### Sample each rank
 #
@@ -486,12 +499,13 @@ alt += "ranks' processors and the network fall to nothing for 0.7 s; memory stay
 show.figure(report.draw_report(folder), alt, "cluster-report")
 
 # %% [markdown]
-# The processors of *both* ranks and the network are idle: one writes a file, the other waits.
-# Memory does not change.
+# The processors of *both* ranks and the network are idle: one rank writes a file, the other waits.
+# Memory use does not change.
 #
 # ### Step times hide the straggler
 #
-# A *straggler* is a rank that is slower than the others. Here rank 1 of three takes 40 ms longer in each step, before its first message. Every rank measures its own steps.
+# A *straggler* is a rank that is slower than the others. Here rank 1 of three takes 40 ms longer in each step, before its first message.
+# Every rank measures its own steps.
 
 # %% tags=["hide-input", "measured"]
 # Table: each rank's steps, and when it arrives at their first message
@@ -527,7 +541,8 @@ rows = []
 for a in delays:
     numbers = middle[a.rank], 1e3 * a.median_delay, 100 * a.share_last
     rows.append((a.rank, *(f"{number:.0f}" for number in numbers)))
-head = ["rank", "step (ms, median)", "behind the first (ms, median)", "came last (%)"]
+head = ["rank", "step (ms, median)", "after the first rank (ms, median)"]
+head += ["last to arrive (% of steps)"]
 show.table(rows, head)
 
 # %% tags=["hide-input", "measured"]
@@ -540,10 +555,10 @@ show.figure(straggler.draw_delays(delays, durations), alt, "cluster-straggler")
 
 # %% [markdown]
 # Each step ends when the last rank has arrived at the collective, so all steps take equally long. Only the ranks' *arrival* times differ.
-# PyTorch's flight recorder, a list that each rank keeps of its last collectives, has the time at which the *CPU* queued each collective.
-# With gloo this is the rank's arrival. With nccl the CPU runs ahead of its GPU, so a slow GPU does not show.
+# PyTorch's flight recorder, each rank's list of its last collectives, has the time when the *CPU* queued each collective.
+# With gloo this is the rank's arrival. With nccl the CPU runs ahead of its GPU, so these times do not show a slow GPU.
 # Set `TORCH_NCCL_ENABLE_TIMING=1` to record each collective's duration. The straggler's durations are the shortest.
-# Take medians of 30 steps; clocks of two machines differ by milliseconds.
+# Take medians over 30 steps; clocks of two machines differ by milliseconds.
 #
 # ### All ranks on one timeline
 #
@@ -595,13 +610,13 @@ show.table(rows, ["gradients", "rank", "first message begins (% of backward)"])
 
 
 # %% [markdown]
-# On a CPU the same cores compute and send, so DDP gains little. On GPUs, nccl's kernels and copies between GPUs count as messages.
+# On a CPU the same cores compute and send, so DDP gains little. On GPUs, the messages are nccl's kernels and copies between GPUs.
 #
 # ## The job hangs
 #
 # Ask in this order:
 #
-# 1. **Which ranks are alive?** Read the logs of all ranks: a dead rank is an error, and no hang.
+# 1. **Which ranks are alive?** Read all ranks' logs: a dead rank is an error, not a hang.
 # 2. **At which line is each rank?** Run `py-spy dump --pid PID`: with gloo, all ranks but one are at the same collective; with nccl, at the line where the CPU waits for its GPU.
 # 3. **Which collective waits, and for which rank?** The flight recorder's records answer this.
 # 4. **No record?** Prepare for the next hang: `faulthandler`, a watchdog, a short time limit.
@@ -641,7 +656,8 @@ print(*ranks.run(skip_last_step, 3, FOLDER / "flight", device="cpu"), sep="\n")
 
 
 # %% [markdown]
-# Ranks 0 and 2 waited, and raise errors. Rank 1, the cause, raises none. Counting calls finds rank 1:
+# Ranks 0 and 2 waited, and raise errors; rank 1, the cause, raises none.
+# Counting calls finds rank 1:
 
 # %%
 def find_missing_ranks(calls, group):
@@ -659,7 +675,7 @@ print("missing:", find_missing_ranks(calls, "data"))
 # %% [markdown]
 # `hang.find_causes` does the same, and names the collective and the line.
 # It also finds ranks that called *different* collectives, mismatched sizes, and circles of waiting ranks.
-# If all wait in one collective, suspect a link or a network card.
+# If all ranks wait in one collective, suspect a link or a network card.
 
 # %%
 found = hang.find_causes(calls)
@@ -672,7 +688,7 @@ assert found[0].ranks == (1,) and found[0].call.number == 5
 assert find_missing_ranks(calls, "data") == [1]
 
 # %% [markdown]
-# The watchdog's `timeout` has to be longer than any step, also the first and those with saves, but shorter than the group's limit: gloo marks a collective that timed out as done.
+# The watchdog's `timeout` has to be longer than any step, also the first step and steps with saves, but shorter than the group's limit: gloo marks a collective that timed out as done.
 # `python -m shardlab cluster hang FOLDER` prints the same report, and PyTorch's `torchfrtrace FOLDER -p trace_` reads these files, too.
 # [A test](../tests/test_cluster_hang.py) gives the same records to both.
 #
@@ -680,7 +696,7 @@ assert find_missing_ranks(calls, "data") == [1]
 # :class: checked
 #
 # With gloo's own records `torchfrtrace` ends in a `KeyError`, since gloo leaves out the groups (torch 2.13, November 2026, [tested](../tests/test_cluster_hang.py)); `flight.take_record` fills them in.
-# It compares calls, sizes and GPUs' states, but separately in each group: it reports a circle over two groups as two missing ranks.
+# `torchfrtrace` compares calls, sizes and GPUs' states, but separately in each group: it reports a circle over two groups as two missing ranks.
 # Where ranks differ, it takes the record that it reads first as right, and reports the other ranks as culprits.
 # Our command takes the majority as right. With only two ranks, look at both lines.
 # ```
@@ -692,10 +708,10 @@ assert find_missing_ranks(calls, "data") == [1]
 # %%
 limits = {call.group.partition(":")[0]: call.timeout for call in calls[0]}
 print("data:", limits["data"], "s, careless:", limits["careless"], "s")
-print("the world's is another one:", limits["default_pg"] < limits["careless"])
+print("the world's limit is shorter:", limits["default_pg"] < limits["careless"])
 
 # %% [markdown]
-# With nccl a thread ends the job at the limit, and leaves each rank's record (torch 2.13, November 2026). [These variables steer it](https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html):
+# With nccl a thread ends the job at the limit, and writes each rank's record (torch 2.13, November 2026). [These variables control it](https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html):
 #
 # | variable | what for |
 # |---|---|
@@ -708,7 +724,7 @@ print("the world's is another one:", limits["default_pg"] < limits["careless"])
 #
 # `py-spy` (`pip install py-spy`) reads a process's stack from outside. It needs the right to trace: root, in containers `SYS_PTRACE`; Ubuntu's `ptrace_scope` may forbid it.
 # Without this right, call `faulthandler.register(signal.SIGUSR2)` in the script beforehand; then `kill -USR2 PID` prints the stack.
-# The log below was captured from a real job on 23 November 2026. The first log exercise uses it.
+# The log below is from a real job (23 November 2026). The first exercise with a log uses it.
 
 # %%
 print(captured.read_log("uneven").partition("== flight")[0].strip())
@@ -738,16 +754,17 @@ together = sum(ranks.run(measure_cores, 2, [first, first], device="cpu"))
 # CPU: cores are measured
 apart = sum(ranks.run(measure_cores, 2, [first, (others or [first])[0]], device="cpu"))
 show.check_timing(together < 1.1, "ranks on one core share it")
-rows = [("one core for both", f"{together:.2f}"), ("a core each", f"{apart:.2f}")]
-show.table(rows, ["binding", "cores that the two ranks got, together"])
+rows = [("both ranks on one core", f"{together:.2f}")]
+rows += [("each rank on its own core", f"{apart:.2f}")]
+show.table(rows, ["binding", "CPU time of both ranks / elapsed time"])
 
 # %% [markdown]
-# [`srun --cpu-bind=verbose,cores`](https://slurm.schedmd.com/srun.html) binds each task to its cores, and prints their numbers; `--cpus-per-task` is the number of cores, with cores for data-loading workers.
+# [`srun --cpu-bind=verbose,cores`](https://slurm.schedmd.com/srun.html) binds each task to its cores, and prints their numbers; `--cpus-per-task` is the number of cores, including those for data-loading workers.
 # torchrun's processes share the cores of the task that started it, so give this task all cores of the node.
-# `torchrun --numa-binding=node` then binds each rank to the cores beside the GPU with its local rank's number (torch 2.13).
+# `torchrun --numa-binding=node` then binds each rank to the cores near the GPU whose number is its local rank (torch 2.13).
 # Ranks that communicate most belong on one node: give them consecutive numbers.
 #
-# nccl chooses interfaces and paths by itself. These variables show its choice, or overrule it ([NVIDIA's list](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html)):
+# nccl chooses interfaces and paths by itself. These variables show its choice, or override it ([NVIDIA's list](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html)):
 #
 # | variable | what for |
 # |---|---|
@@ -768,10 +785,10 @@ here = ["--ranks", "4", "--device", "cpu", "--folder", tempfile.gettempdir()]
 status = main(["doctor", *here, "--needs", "1e6", "--pairs"])
 
 # %% [markdown]
-# A `note` is no fault: for instance, four ranks on two cores are slower, not wrong.
-# For GPUs in the course's table, a link between hosts is good if it reaches half of the planner's rate. Within a host an eighth is enough: [messages of 64 MiB reach little of NVLink's](https://github.com/NVIDIA/nccl-tests/issues/268).
+# A `note` is no fault: four ranks on two cores are slower, not wrong.
+# For GPUs in the course's table, a link between hosts is good if it reaches half of the planner's rate. Within a host an eighth is enough: [messages of 64 MiB reach little of NVLink's rate](https://github.com/NVIDIA/nccl-tests/issues/268).
 #
-# ### What it finds
+# ### What `doctor` finds
 #
 # The cell gives its process three common faults; the ranks inherit the first two.
 # All ranks may use only one core, as with wrong binding; each may open only 150 files; and the checkpoint needs a petabyte.
@@ -798,7 +815,7 @@ show.source(checks.check_clocks)
 #
 # ### In a job script
 #
-# Under a launcher, the same command is one rank: it reads variables such as `RANK` (torchrun) or `SLURM_PROCID` (srun).
+# Under a launcher, each process of this command is one rank: it reads variables such as `RANK` (torchrun) or `SLURM_PROCID` (srun).
 #
 # ```bash
 # srun python -m shardlab doctor --folder "$FOLDER" --needs 200e9 || exit 1
@@ -806,8 +823,8 @@ show.source(checks.check_clocks)
 # ```
 #
 # The exit status is 0 if all checks are good, 1 if a check is bad, and 2 if the command could not begin; torchrun turns 1 and 2 into 1.
-# Use the options of the training's own `srun`, since other bindings give other results.
-# After `--timeout` seconds without progress, it names the rank that did not answer, and that rank's last step.
+# Use the options of the training's `srun`, since other bindings give other results.
+# After `--timeout` seconds without progress, `doctor` names the rank that did not answer, and that rank's last step.
 #
 # ### Link measurements in disjoint pairs
 #
@@ -821,8 +838,8 @@ for number, turn in enumerate(pairs.schedule_turns(4, hosts, one_per_host=False)
 print(len(list(pairs.generate_rounds(64))), "rounds for 64 ranks")
 
 # %% [markdown]
-# With gloo the cores of a host move the bytes, so its pairs take turns (`one_per_host=True`).
-# With more ranks, each rank is measured with ranks at distances 1 to 7, 8, 16, 32, …: ten rounds for 64 ranks.
+# With gloo the cores of a host move the bytes, so the host's pairs take turns (`one_per_host=True`).
+# With more than 16 ranks, each rank is measured with ranks at distances 1 to 7, 8, 16, 32, …: ten rounds for 64 ranks.
 #
 # ### What `doctor` cannot find
 #
@@ -831,7 +848,7 @@ print(len(list(pairs.generate_rounds(64))), "rounds for 64 ranks")
 #
 # ## Job arrays: one script, many jobs
 #
-# A job array runs one batch script several times, here for four learning rates. `%2` lets two tasks run at a time.
+# A job array runs one batch script several times, here for four learning rates. `%2` lets two *array tasks* run at a time.
 
 # %%
 sessions.show_job("array.sbatch")
@@ -840,12 +857,10 @@ sessions.show_job("array.sbatch")
 sessions.show_session("array", live=False)
 
 # %% [markdown]
-# Each task is a job with its own time limit and output. `scancel 1_3` ends one task, `scancel 1` all tasks.
-# Each task has to write into its own folder.
+# Each array task is a job with its own time limit and output, and has to write into its own folder.
+# `scancel 1_3` ends one task, `scancel 1` all tasks.
 #
 # ## The same job under PBS and Kubernetes
-#
-# The table translates the options.
 #
 # | | Slurm | PBS {cite}`openpbs2026qsub` | Kubernetes {cite}`kubernetes2026job` |
 # |---|---|---|---|
@@ -853,7 +868,7 @@ sessions.show_session("array", live=False)
 # | start on every node | `srun` | `pbsdsh` (or the site's `mpiexec`) | each pod's own `command` |
 # | rendezvous address | first of `SLURM_JOB_NODELIST` | first line of `$PBS_NODEFILE` | `train-0.train`, by the headless Service |
 # | time limit | `--time` | `-l walltime` | `activeDeadlineSeconds` |
-# | signal before it | `--signal=USR1@120` | none: `timeout --signal=USR1` around the command | SIGTERM, then `terminationGracePeriodSeconds` |
+# | signal before the limit | `--signal=USR1@120` | none: `timeout --signal=USR1` around the command | SIGTERM, then `terminationGracePeriodSeconds` |
 # | run again | `--requeue` | `-r y` | `backoffLimit` |
 
 # %%
@@ -896,7 +911,7 @@ sessions.show_job("trainjob.yaml")
 # - **Several nodes under Slurm**: `srun` with one `torchrun` a node for restarts inside the job; `srun` alone if a requeue is enough.
 # - **Nodes without a scheduler**: `torchrun` with c10d, in a service (systemd, a container) that kills leftover processes.
 # - **Kubernetes**: a TrainJob where Kubeflow is installed, else an Indexed Job.
-# - **Fewer nodes than asked**: `--nnodes 1:2` only if your batch stays the same on fewer ranks, as in [our script](train.md); else the losses change.
+# - **Fewer nodes than requested**: `--nnodes 1:2` only if your batch stays the same on fewer ranks, as in [our script](train.md); else the losses change.
 # - **Always**: the doctor before the training, `--resume auto`, a signal before the time limit, a watchdog.
 #
 # ## Exercises
@@ -907,7 +922,7 @@ sessions.show_job("trainjob.yaml")
 # :label: ex-cluster-ranks
 # ```
 #
-# Three nodes come to a rendezvous with 4, 2 and 4 GPUs, in this order, a rank for each GPU.
+# A rendezvous numbers three nodes with 4, 2 and 4 GPUs in this order, with a rank for each GPU.
 # What are `RANK`, `LOCAL_RANK` and `GROUP_RANK` (the node's number) of the second rank on the third node?
 
 # %%
@@ -970,7 +985,7 @@ check(answer, "cluster_batch")
 # ```
 #
 # 3: eight tasks start eight launchers on each node; one is needed.
-# 8: after a command, `#SBATCH` is a mere comment.
+# 8: after a command, `#SBATCH` is only a comment.
 # 9: the signal kills `torchrun`; `trap "" USR1` has to come before it.
 # 11: on each node `localhost` is this node, so each node would wait for the other three.
 
@@ -1097,7 +1112,7 @@ check(answer, "hang_order")
 # ```
 #
 # The doctor measured `links`: a list of `(a, b, bytes per second)`, each pair of ranks once.
-# A link is slow when it has less than a third of the median of all links.
+# A link is slow when its rate is less than a third of the median of all links.
 # Write a function that returns the rank *all* of whose links are slow, and `None` if there is no such rank: then one cable may be slow, or nothing.
 
 # %%
@@ -1117,7 +1132,7 @@ check(culprit, "cluster_culprit")
 # :class: dropdown
 # ```
 #
-# Each other rank has one slow link as well, to the returned rank: so *any* slow link is not enough.
+# Each other rank also has one slow link, to the returned rank: so *any* slow link is not enough.
 
 # %%
 def culprit(links):
@@ -1139,7 +1154,7 @@ check(culprit, "cluster_culprit")
 # :label: ex-cluster-tensor
 # ```
 #
-# The job says that it runs tensor parallelism, in which both ranks would see the same sequences and add up activations. Which does it really run: `"ddp"`, `"zero1"`, `"zero3"` or `"tensor"`? Which rank has run out of data, in which collective does the other one wait, and in which line?
+# The job says that it runs tensor parallelism, in which both ranks would see the same sequences and sum activations. Which parallelism does it really run: `"ddp"`, `"zero1"`, `"zero3"` or `"tensor"`? Which rank has run out of data, in which collective does the other rank wait, and in which line?
 
 # %%
 print(captured.read_log("tensor"))
@@ -1158,7 +1173,7 @@ check(answer, "hang_tensor")
 # ```
 #
 # Halves of parameters are gathered before each block, in forward and again in backward, and gradients are reduce-scattered: ZeRO-3. Sizes do not depend on the batch: 2 × 24,992 numbers are a block. Tensor parallelism would all-reduce activations of 1 × 64 × the hidden size.
-# The reason is in the first line: a setting is misspelt, so the script ignores it. Each rank trains on its own sequences, and of seven one is left over.
+# The reason is in the first line: a setting is misspelt, so the script ignores it. Each rank trains on its own sequences, and one of seven is left over.
 
 # %%
 answer = {"runs": "zero3", "rank": 1, "collective": "all_gather", "line": 28}

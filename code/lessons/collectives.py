@@ -25,12 +25,12 @@
 #
 # **208 ms or 80 ms?** Four ranks add up the gradients of one small model over a slow network.
 # The obvious way takes 208 ms; another way takes 80 ms.
-# Both numbers are predicted with two formulas of this lesson; the first cells measure them.
+# Two formulas of this lesson predict both times; the first cells measure them.
 #
 # ## Four ranks, one sum
 #
-# Four processes train copies of one small model.
-# After each step they need the sum of their gradients, on all four.
+# Four processes train replicas of one small model.
+# After each backward, every process needs the sum of all four processes' gradients.
 # The obvious way: every rank sends its gradients to rank 0, and rank 0 adds them and sends the sum back.
 # A less obvious way, the *ring*, is the subject of half this lesson.
 
@@ -82,7 +82,7 @@ style = show.set_style()
 
 
 # %% [markdown]
-# Here are both in their plainest form. In the ring every rank sends to the next one only, a piece of its tensor at a time.
+# Here are both in their plainest form. In the ring every rank sends only to the next rank, one piece of its tensor at a time.
 # The indices are explained [further below](#the-ring-step-by-step), with pictures.
 
 # %%
@@ -117,7 +117,7 @@ def plain_ring(tensor, group):
 
 
 # %% [markdown]
-# The next cell runs both, and the ring of this lesson's module, over an emulated link of 100 MB/s and 5 ms, about a long 1 Gbit/s line.
+# The next cell runs both, and the ring of this lesson's module, `shardlab.collectives`, over an emulated link of 100 MB/s and 5 ms, similar to a long-distance line of 1 Gbit/s.
 
 # %%
 WAYS = {
@@ -163,21 +163,21 @@ show.table(rows, ["way", *sends, "predicted (ms)", "measured (ms)", "difference"
 
 # %% [markdown]
 # The sums are equal, and the naive way takes more than twice as long as the ring.
-# With eight ranks it would take nearly four times as long.
-# This lesson explains why, and when the ring is the wrong choice.
+# With eight ranks the naive way would take nearly four times as long as the ring.
 #
-# The plain ring is as fast and sends as many bytes as the module's ring. It leaves out two things: tensors whose size $N$ does not divide, and separate calls for the two halves, which later lessons use.
+# The plain ring is as fast and sends as many bytes as the module's ring.
+# It leaves out tensors whose size the number of ranks does not divide, and separate functions for its two loops, which later lessons use.
 #
 # ## Rank, world size, local rank, process group
 #
-# A *rank* is a process: it has its own memory, its own Python, its own copy of the program.
+# A *rank* is a process, with its own memory, Python interpreter and copy of the program.
 # Ranks share no memory: data gets from one rank to another only in a message.
 # The number of ranks is the *world size*, $N$.
 #
 # ![Two nodes with two processes each. Ranks 0 and 1 are on node 0, ranks 2 and 3 on node 1. On each node the local ranks are 0 and 1, and each process has the GPU of its local rank. A process group of ranks 1 and 3 numbers them 0 and 1.](../figures/collectives_groups.svg)
 #
 # In this course `ranks.run(function, N)` starts $N$ processes and returns their results.
-# A launcher starts a real job, and sets environment variables that tell each process its rank.
+# A real job is started by a launcher, which sets environment variables that tell each process its rank.
 # The table shows the variables that `torchrun`, the usual launcher, set for four processes. `torchrun` was started twice on this machine, as if on two nodes, with two processes each.
 
 # %% tags=["hide-input"]
@@ -228,7 +228,7 @@ show.table([line.split() for line in lines], names)
 
 # %% [markdown]
 # `LOCAL_RANK` counts within a node, and selects the GPU: `torch.cuda.set_device(LOCAL_RANK)`.
-# With `RANK` instead, the second node raises an error, because it has no GPU number 2.
+# With `RANK` instead, a process on the second node raises an error, because that node has no GPU 2.
 # `GROUP_RANK` is torchrun's name for the node's number.
 # Two more variables, `MASTER_ADDR` and `MASTER_PORT`, are the address at which the ranks connect to each other.
 #
@@ -238,10 +238,9 @@ show.table([line.split() for line in lines], names)
 # | world size | `WORLD_SIZE` | `SLURM_NTASKS` | `OMPI_COMM_WORLD_SIZE` |
 # | local rank | `LOCAL_RANK` | `SLURM_LOCALID` | `OMPI_COMM_WORLD_LOCAL_RANK` |
 #
-# A *process group* is a list of ranks that talk among themselves.
+# A *process group* is a list of ranks that communicate with each other.
 # The *default group* holds all ranks; `dist.new_group([1, 3])` makes a group of two ranks, which are numbered 0 and 1 in that group.
-# Every rank must call `new_group`, members or not.
-# So a process has a rank in the world and a rank in the group.
+# Every rank must call `new_group`, even a rank that is not a member.
 
 # %%
 def number_in_group():
@@ -253,9 +252,10 @@ print("rank in the world, in the group:", *ranks.run(number_in_group, 4))
 
 
 # %% [markdown]
-# The −1 says "not a member".
-# All the functions below take the group as an argument, and a root is a rank *of the group*.
-# Later lessons arrange the world as a grid whose rows and columns are such groups.
+# −1 means "not a member".
+# All functions below take the group as an argument.
+# Some also take a *root*, the one rank that has the input or gets the result: a rank *of the group*.
+# Later lessons arrange the ranks as a grid whose rows and columns are such groups.
 #
 # ## Seven collectives
 #
@@ -264,22 +264,22 @@ print("rank in the world, in the group:", *ranks.run(number_in_group, 4))
 #
 # ![Broadcast: before, rank 0 alone holds a tensor; after, all four ranks hold it. Reduce: before, each rank holds a tensor of its own; after, rank 0 holds their sum.](../figures/collectives_roots.svg)
 #
-# **Broadcast** copies the root's tensor to all: the first weights, a seed, a configuration.
-# **Reduce** leaves the sum on the root: a loss to print.
+# **Broadcast** copies the root's tensor to all ranks: initial weights, a seed, a configuration.
+# **Reduce** leaves the sum of all ranks' tensors on the root: for example, a loss to print.
 #
 # ![Before, each of four ranks holds four pieces of its own. After a reduce-scatter, rank r holds the sum of piece r and nothing else. After an all-gather, every rank holds the sums of all pieces. The two together are an all-reduce.](../figures/collectives_halves.svg)
 #
-# **Reduce-scatter** sums, and leaves each rank one piece of the sum.
+# **Reduce-scatter** sums, and leaves one piece of the sum on each rank.
 # **All-gather** gives every rank the pieces of all ranks.
-# **All-reduce** is a reduce-scatter, then an all-gather: the sum, on all ranks.
+# **All-reduce** leaves the whole sum on all ranks: a reduce-scatter, then an all-gather.
 # Remember this picture: ZeRO does its optimizer step between the two arrows.
 #
 # ![All-to-all: before, rank i holds four pieces, one for each rank; after, rank j holds what each of the ranks had for it, as if rows became columns. Barrier: ranks arrive at different times, and all go on when the last one, rank 1, has arrived.](../figures/collectives_exchange.svg)
 #
-# **All-to-all** gives rank $j$ the piece that each rank had for rank $j$; lesson [experts](experts.md) sends its tokens this way.
+# **All-to-all** sends piece $j$ of every rank to rank $j$; lesson [experts](experts.md) sends its tokens this way.
 # **Barrier** moves no data: it returns on a rank only when all ranks have called it.
 #
-# The next cell runs them on three ranks.
+# The next cell runs all but the barrier on three ranks.
 # Rank 0 begins with 1, 2, 3, rank 1 with 10, 20, 30, and rank 2 with 100, 200, 300.
 
 # %%
@@ -326,14 +326,14 @@ show.table(rows, ["collective", "rank 0", "rank 1", "rank 2"])
 # Both start a transfer and return a handle, whose `wait()` returns when the transfer is done.
 # A send is done when you may change its tensor again.
 # With gloo and with NCCL, a send may be done only after the receiver has the tensor.
-# With NCCL, moreover, the *first* message between two ranks connects them, and both processes stop until they are connected.
+# With NCCL, moreover, the *first* message between two ranks connects them, and blocks both processes until they are connected.
 #
 # The root of a broadcast could send to every other rank in turn: $N - 1$ messages one after another.
 # But a rank that has received the tensor can send it on.
 #
 # ![Broadcast to eight ranks in three rounds. Round 1: rank 0 sends to rank 1. Round 2: ranks 0 and 1 send to ranks 2 and 3. Round 3: ranks 0 to 3 send to ranks 4 to 7.](../figures/collectives_tree.svg)
 #
-# The number of ranks that have it doubles in each round, so $\lceil \log_2 N \rceil$ rounds are enough {cite}`thakur2005mpich`.
+# The number of ranks that have the tensor doubles in each round, so $\lceil \log_2 N \rceil$ rounds are enough {cite}`thakur2005mpich`.
 # In the code, `offset` is a rank's distance from the root, and `reach` is 1, 2, 4, …
 
 # %%
@@ -341,13 +341,12 @@ show.source(collectives.broadcast)
 
 # %% [markdown]
 # Reduce uses the same tree in reverse. Reduce followed by broadcast is an all-reduce, called the *tree* below.
-# The barrier sends over the same distances, all ranks at once.
+# In a barrier, all ranks send at once, over the same distances 1, 2, 4, …
 #
 # ## The ring, step by step
 #
 # The tree sends the whole tensor in every message, and half of the ranks wait most of the time.
 # The ring {cite}`patarasuk2009ring` cuts the tensor into $N$ pieces and keeps every rank busy in every step.
-# Each rank only ever sends to the next one.
 #
 # :::{step-through} The ring all-reduce on four ranks
 # 1. ![The start. A table: a row for each of four ranks, a column for each of four pieces. Each rank holds four pieces of its own, in its own colour.](../figures/steps/collectives_1.svg)
@@ -361,11 +360,11 @@ show.source(collectives.broadcast)
 #
 # 3. ![Step 2: rank 0 sends piece 2 to rank 1, rank 1 sends piece 3 to rank 2, rank 2 sends piece 0 to rank 3, rank 3 sends piece 1 to rank 0. What arrives is added there, and now holds the numbers of three ranks.](../figures/steps/collectives_3.svg)
 #
-#    Each rank sends on the sum of two shares that it has just made, and the next rank adds the third.
+#    Each rank sends on the sum of two ranks' pieces, and the next rank adds its own piece.
 #
 # 4. ![Step 3: rank 0 sends piece 1 to rank 1, rank 1 sends piece 2 to rank 2, rank 2 sends piece 3 to rank 3, rank 3 sends piece 0 to rank 0. What arrives is added there, and now holds the numbers of all four ranks.](../figures/steps/collectives_4.svg)
 #
-#    The fourth share is added: rank 0 has the complete sum of piece 0, rank 1 that of piece 1, and so on. This was a reduce-scatter.
+#    The fourth rank's piece is added: rank 0 has the complete sum of piece 0, rank 1 the sum of piece 1, and so on. This was a reduce-scatter.
 #    Each rank has sent three of its four pieces.
 #
 # 5. ![Step 4: rank 0 sends piece 0 to rank 1, rank 1 sends piece 1 to rank 2, rank 2 sends piece 2 to rank 3, rank 3 sends piece 3 to rank 0. What arrives is complete, and replaces what was there: every rank now has two complete pieces.](../figures/steps/collectives_5.svg)
@@ -384,19 +383,19 @@ show.source(collectives.broadcast)
 #
 # A thick outline marks the piece that has just arrived, an arrow its sender.
 # Follow piece 0, the first column.
-# It starts at rank 1, rank 2 and rank 3 add their shares, and it is complete on rank 0 in step 3.
+# It starts at rank 1; ranks 2, 3 and 0 add their own, and the sum is complete on rank 0 in step 3.
 # In steps 4 to 6 the sum goes around once more, and every rank keeps a copy.
 #
 # (ring-parity)=
 # ### Deadlock in a ring: who sends first
 #
-# In a ring every rank sends and receives. If all ranks send first, each waits until its neighbour receives, and none receives. With NCCL this always happens, because the first message between two ranks stops both until they are connected.
+# In a ring every rank sends and receives. If all ranks send first, each waits until its neighbour receives, and none receives. With NCCL this always happens, because the first message between two ranks blocks both.
 # Two rules avoid it.
 #
-# - **Parity**: ranks of even number send first and then receive, those of odd number receive first and then send. Then each send meets a receive, whatever $N$ is.
+# - **Parity**: even ranks send first and then receive; odd ranks receive first and then send. Then every send has a matching receive, whatever $N$ is.
 # - **One batch**: start a send and a receive with a single call, `dist.batch_isend_irecv`, in which neither waits for the other. `ranks.exchange` does this.
 #
-# (When the tensors are on a GPU, gloo sends a copy that it makes in the host's memory, and receives into the host's memory, too.)
+# (With gloo, `ranks` sends and receives tensors on a GPU through copies in host memory.)
 
 # %%
 show.source(ranks.exchange)
@@ -432,9 +431,9 @@ show.source(
 #
 # The table compares our collectives with those of `torch.distributed` on 1 to 4 ranks, with seven random numbers per rank, a size that two, three and four do not divide.
 # Each addition rounds its result, with a relative error of at most $u$: $2^{-24}$ in `float32` and $2^{-8}$ in `bfloat16`.
-# A sum over $N$ ranks has $N - 1$ additions, and two orders of adding can differ by twice that.
+# A sum over $N$ ranks has $N - 1$ additions, and sums in two orders can differ by twice their error.
 # So the tolerance is $2(N-1)\,u \sum_r |x_r|$.
-# Copies must be equal, bit for bit.
+# Results that are only copied must be bitwise equal.
 # The table has the largest difference on 1 to 4 ranks, and the tolerance on four.
 
 # %% tags=["hide-input"]
@@ -526,13 +525,13 @@ show.table(
 
 
 # %% [markdown]
-# Copies do not differ.
+# Copied results do not differ.
 # (The course's tests do the same for empty tensors, and for groups whose ranks are not 0, 1, 2, ….)
 # Sums differ in the last bits because the order of additions differs: the naive way adds ranks 0, 1, 2, 3; the tree adds (0 + 2) + (1 + 3); the ring begins with another rank for each piece.
 #
 # Two facts matter more.
 # First, after an all-reduce **all ranks hold the same bits**: each piece is summed in one place, then copied.
-# Otherwise the copies of a model would become different.
+# Otherwise the replicas of a model would diverge.
 # Second, every addition in `bfloat16` rounds to eight bits.
 # With a thousand ranks these errors accumulate, so large jobs often reduce gradients in `float32`, at twice the bytes.
 
@@ -550,7 +549,8 @@ def same_bits():
 found = ranks.run(same_bits, 4, device="cpu")  # CPU: the same bits each time
 naive, tree, ring = found[0]
 print("the same on ranks 0 and 3:", *map(torch.equal, found[0], found[3]))
-print("of 1000 sums differ, naive and ring:", (naive != ring).sum().item())
+differ = (naive != ring).sum().item()
+print(f"sums that differ between naive and ring: {differ} of 1000")
 
 # %% tags=["hide-input"]
 # Compares the bits of all ranks with rank 0's; checks that the three ways differ
@@ -562,11 +562,10 @@ for a, b in ((naive, tree), (naive, ring), (tree, ring)):
 # %% [markdown]
 # ## Cost: bytes
 #
-# How much does each rank send?
 # Let $S$ be the bytes of the tensor and $S_j$ the bytes of piece $j$.
 # In the reduce-scatter, rank $r$ sends every piece but its own, $S - S_r$.
 # In the all-gather, it sends every piece but the one that it receives last, $S - S_{r+1}$.
-# With equal pieces that is $\frac{N-1}{N} S$ each, and $2\,\frac{N-1}{N} S$ for the ring all-reduce.
+# With equal pieces, each of the two sends $\frac{N-1}{N} S$, and the ring all-reduce $2\,\frac{N-1}{N} S$.
 # No algorithm can send less {cite}`patarasuk2009ring`.
 #
 # We count on four ranks, with a tensor of 1,000,003 floats, a number that four does not divide.
@@ -628,15 +627,15 @@ show.table(rows, ["collective", *head, "difference (B)"])
 
 # %% [markdown]
 # The busiest rank decides the time, because the others wait for it.
-# In the naive way rank 0 sends three times the tensor; in the ring all ranks send equally much.
+# In the naive way rank 0 sends three times the tensor; in the ring all ranks send about the same number of bytes.
 #
-# On more ranks the ring's bytes approach twice the tensor, and never exceed that.
+# With more ranks, the bytes that each rank of the ring sends approach $2S$, but never reach it.
 #
 # ```{predict}
 # :row: 1024
 # :column: ring sends per rank, formula (S)
 #
-# An all-reduce of a tensor of size S on two ranks sends 1 S from each. How many S does each of 1,024 ranks send?
+# In a ring all-reduce of S bytes on two ranks, each rank sends 1 S. How many S does each of 1,024 ranks send?
 # ```
 
 # %% tags=["hide-input"]
@@ -666,7 +665,7 @@ show.table(rows, ["ranks", "ring sends per rank, formula (S)", "counted (S)"])
 # ````{admonition} Checked: "the cost of an all-reduce grows with the number of ranks"
 # :class: checked
 #
-# The bytes per rank do not: the ring sends 1 S on two ranks, 1.5 S on four, 1.75 S on eight, and never 2 S (the cell above).
+# The bytes that each rank of the ring sends stay below 2 S: 1 S on two ranks, 1.5 S on four, 1.75 S on eight (the cell above).
 # The number of steps, $2(N-1)$, grows, and with it the latency.
 # ````
 #
@@ -674,7 +673,7 @@ show.table(rows, ["ranks", "ring sends per rank, formula (S)", "counted (S)"])
 #
 # So far we have counted our own calls, not the bytes on the network.
 # The operating system counts the bytes that its loopback interface transmits.
-# We read this counter before and after our collectives, and those of `torch.distributed` on gloo. Bytes are per rank, in units of $S$ = 16 MiB.
+# We read this counter before and after each of our collectives, and each of `torch.distributed`'s on gloo. Bytes are per rank, in units of $S$ = 16 MiB.
 #
 # ```{predict}
 # :row: reduce_scatter
@@ -701,7 +700,7 @@ def list_torch_calls(x, group):
 
 
 def count_wire_bytes(make, names):
-    """Return the bytes on the wire per rank, the least of five: others may use it, too."""
+    """Return loopback bytes per rank, the least of five: other programs add bytes."""
     functions, found = make(torch.ones(16 * MIB // 4), dist.group.WORLD), {}
     for name in names:
         readings = []
@@ -728,7 +727,7 @@ for name in kinds:
     formula = collectives.count_bytes_sent(name, 16 * MIB, 4, 4, 0) / (16 * MIB)
     seen, gloos = ours[name] / (16 * MIB), theirs[name] / (16 * MIB)
     if seen:
-        # Linux tells. Headers and others' traffic add: never less than the formula.
+        # On Linux. Headers and other programs only add: never below the formula.
         show.check_timing(
             formula <= seen < 1.25 * formula, f"{name}: the formula's bytes, +25 %"
         )
@@ -746,15 +745,15 @@ show.table(rows, ["collective", *head])
 # :class: checked
 #
 # Ours does: 0.75 S against 1.5 S.
-# gloo's does not: it sends 1.5 S, because it runs an all-reduce, of which each rank keeps a piece (the cell above).
+# gloo's does not: it sends 1.5 S, because it runs an all-reduce, and each rank keeps one piece of the result (the cell above).
 # NCCL's, which GPUs use, moves half, as ours does {cite}`nvidia2026nccltests`.
 # So a technique that uses reduce-scatter, such as ZeRO, looks worse on gloo than it is: do not judge it by gloo's times.
 # ````
 #
 # ## Cost: seconds
 #
-# A message of $S$ bytes takes $\alpha + \beta S$ seconds: a latency, and a time per byte {cite}`hockney1994communication`.
-# The time of each collective follows from two counts: the latencies, and the bytes, that come one after another:
+# A message of $S$ bytes takes $\alpha + \beta S$ seconds: $\alpha$ is the latency, $\beta$ the time per byte {cite}`hockney1994communication`.
+# The time of each collective follows from two counts: the latencies and the bytes that come one after another (*in series*):
 #
 # | collective | latencies in series | bytes in series |
 # |---|---|---|
@@ -771,7 +770,7 @@ show.source(collectives.critical_path, collectives.CostModel, fold=40)
 # %% [markdown]
 # $\alpha$ and $\beta$ of a link are fitted to measured times of single messages.
 # We fit two links: the emulated link, whose numbers we know, and this machine's loopback.
-# Messages of 16 B to 64 MiB go back and forth, several in a row, each in memory that is not yet in the caches.
+# Messages of 16 B to 64 MiB go back and forth, several in a row, each from memory that is not in the caches.
 # The *typical* error is the median over the twelve sizes.
 
 # %% tags=["hide-input", "measured"]
@@ -835,9 +834,6 @@ show.check_timing(typical["slow link"] < 0.1, "the slow link is predicted within
 show.check_timing(typical["loopback"] < 0.5, "loopback is predicted within 50 %")
 show.table(rows, ["link", "α (µs)", "1/β (MB/s)", "typical error", "largest error"])
 
-# %% [markdown]
-# The picture shows where the two numbers $\alpha$ and $\beta$ predict the time, and where they do not.
-
 # %% tags=["hide-input", "measured"]
 # Plots measured times of messages and the fitted lines
 figure, axes = plt.subplots(figsize=(4.9, 3.4))
@@ -863,7 +859,7 @@ show.figure(
 # %% [markdown]
 # On the slow link the line goes through the dots, within a few percent.
 # On loopback the line's error is usually many times larger, and differs from run to run.
-# A loopback message is a copy through the kernel's buffers: fast if it fits into the processor's caches, slower above, and slower again when another process needs the core.
+# A loopback message is a copy through the kernel's buffers: fast if it fits into the processor's caches, slower if not, and slower still when another process needs the core.
 # Two parameters cannot describe this.
 # So trust a fitted loopback model within a factor of two or so, and only for the sizes that it was fitted to.
 # And do not use it for four ranks on two cores: the model ignores that ranks share cores.
@@ -894,7 +890,7 @@ def time_algorithms():
 
 
 # %% [markdown]
-# Each time in the picture is the fastest of four, from the first rank's begin to the last rank's end.
+# Each time in the picture is the fastest of four, from the first rank's start to the last rank's end.
 
 # %% tags=["hide-input", "measured"]
 # Measures the three all-reduces, and plots them with the predictions
@@ -905,8 +901,8 @@ predicted = {
     (way, size): model.predict_seconds(f"all_reduce {way}", size, 4)
     for way, size in timed
 }
-# Nothing beats the wire (1 %: rounding). A busy machine may add to that: 25 % at most
-# in half of the cases.
+# No time is below the link's (1 %: rounding). A busy machine adds at most 25 % in half
+# of the cases.
 over = sorted(timed[key] / predicted[key] for key in timed)
 assert over[0] > 0.99
 show.check_timing(
@@ -953,16 +949,16 @@ show.figure(
 # ````{admonition} Checked: "the ring is the fastest all-reduce"
 # :class: checked
 #
-# Only for large tensors. At 16 KiB the tree takes 20.7 ms and the ring 30.2 ms, predicted; measured, the tree wins as well (the picture above).
+# Only for large tensors. At 16 KiB the prediction is 20.7 ms for the tree and 30.2 ms for the ring; the tree wins in the measurement, too (the picture above).
 # The crossing at 400 kB is a prediction. The measurement shows only that the tree wins at the left end of the picture, and the ring at the right end.
 # ````
 #
 # The naive way looks best at the left end: its messages overlap, so it waits for two latencies only.
-# That holds on a long wire. Within a machine latency is mostly work for rank 0, which pays for each of its $2(N-1)$ messages.
+# This holds on a long-distance link. Within one machine, latency is mostly processor time per message, and rank 0 handles its $2(N-1)$ messages one after another.
 #
-# On a real cluster, with 10 µs and 25 GB/s, $\alpha/\beta$ is 250 kB: all times are some hundred times shorter, and the crossing is at nearly the same size.
+# On a real cluster, with 10 µs and 25 GB/s, latency is 500 times and the time per byte 250 times shorter: $\alpha/\beta$ is 250 kB, and the crossing is at half the size.
 # The crossing moves up with the number of ranks, because the ring's latencies grow with $N$ and the tree's with $\log_2 N$.
-# The table has predictions for such a cluster. At 1 MB the number of ranks decides which of the two is faster.
+# The table has predictions for such a cluster. At 1 MB the number of ranks decides whether tree or ring is faster.
 
 # %% tags=["hide-input"]
 # Table: tree and ring on a real cluster, predicted
@@ -990,12 +986,12 @@ show.table(rows, ["ranks", *head, "crossing (MB)"])
 #
 # The output of `nccl-tests` has two bandwidths.
 # *algbw* is $S$ divided by the seconds.
-# *busbw* multiplies it by $2(N-1)/N$ for an all-reduce, so that busbw can be compared with the link's nominal bandwidth, whatever $N$ is {cite}`nvidia2026nccltests`.
+# *busbw* is algbw times $2(N-1)/N$ for an all-reduce, so that busbw can be compared with the link's nominal bandwidth, whatever $N$ is {cite}`nvidia2026nccltests`.
 #
 # ## Our times compared with gloo's
 #
 # Your own code calls `torch.distributed`, not this module.
-# The table compares their times for 16 MiB on four ranks on this machine, run in turn.
+# The table compares the times of both for 16 MiB on four ranks of this machine, run alternately.
 
 # %% tags=["hide-input", "measured"]
 # Measures our collectives and gloo's
@@ -1044,10 +1040,10 @@ show.table(rows, ["collective", "ours (ms)", "torch with gloo (ms)", "ours / tor
 # | `all_to_all(outs, ins, group)` | `dist.all_to_all_single(out, x, group=group)` |
 # | `barrier(group)` | `dist.barrier(group)` |
 #
-# Each also takes `async_op=True` and then returns a handle: lesson [data_parallel](data_parallel.md) computes while it waits.
+# Each also takes `async_op=True` and then returns a handle: lesson [data_parallel](data_parallel.md) computes during the transfer.
 #
-# PyTorch's reductions take an operation: `AVG`, the sum divided by the number of ranks, as for gradients, or `MIN` and `MAX`, element by element.
-# A `MIN` of the ranks' numbers of remaining batches tells all ranks when the first rank runs out of data.
+# PyTorch's reductions take other operations than `SUM`: `AVG`, the sum divided by the number of ranks, as for gradients, and `MIN` and `MAX`, element by element.
+# A `MIN` of each rank's number of remaining batches tells all ranks when the first rank runs out of data.
 
 # %%
 def run_reductions():
@@ -1074,7 +1070,7 @@ assert all(rank == {op: x.tolist() for op, x in wanted.items()} for rank in foun
 # ## What goes wrong
 #
 # Every rank has to make the same calls, in the same order, with the same sizes.
-# Nothing checks this. Here are four mistakes and their symptoms.
+# Nothing checks this. Four mistakes and their symptoms:
 #
 # ![Four mistakes. Another order: rank 1 begins with a broadcast, the others with an all-reduce. One rank missing: rank 2 does not call, and the others wait. Another shape: rank 2 sums three numbers, the others four. Another tensor: rank 0 sums a, then b, rank 1 b, then a; nobody waits, and both sums are a + b.](../figures/collectives_mistakes.svg)
 
@@ -1171,7 +1167,7 @@ assert found == [(101.0, 101.0)] * 2
 
 # %% [markdown]
 # Without `ranks.run` you see none of these messages.
-# The job makes no progress, every GPU may show 100 % (NCCL waits actively), and after the timeout, 10 minutes with NCCL and 30 with gloo unless you set another, the *other* ranks raise an error.
+# The job makes no progress, every GPU may show 100 % (NCCL busy-waits), and after the timeout, 10 minutes with NCCL and 30 with gloo unless you set another, the ranks that are *not* at fault raise an error.
 # With a timeout of one second, rank 0 reports this error when rank 1 is late:
 
 # %%
@@ -1215,8 +1211,8 @@ assert "Timed out" in message
 # :class: note
 #
 # Bytes, messages and results on this page hold for any machine; the seconds are those of a loopback and of an emulated link, because all ranks share one machine.
-# A second GPU would add a real link: fit $\alpha$ and $\beta$ to it to find your job's crossing of ring and tree.
-# It would also add nccl: you could watch its choice of algorithm change with the size.
+# A second GPU would add a real link: fit $\alpha$ and $\beta$ to it to find the size at which ring and tree cross.
+# With NCCL you could also watch its choice of algorithm change with the size.
 # ```
 #
 # ## Exercises
@@ -1251,7 +1247,7 @@ check((40 - 12) + (40 - 12), "ring_bytes")
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} The largest instead of the sum (medium)
+# ```{exercise-start} All-reduce with a maximum (medium)
 # :label: ex-collectives-max
 # ```
 #
@@ -1297,7 +1293,7 @@ check(all_reduce_max)
 # :label: ex-collectives-shift
 # ```
 #
-# Every rank should send its tensor to the next rank, and return the tensor of the rank before.
+# Every rank should send its tensor to the next rank, and return the previous rank's tensor.
 # This function looks right, but hangs. Repair the function so that it works on any number of ranks, with NCCL too: [by parity, or in one batch](#ring-parity).
 
 # %%
@@ -1321,9 +1317,9 @@ check(shift)
 # :class: dropdown
 # ```
 #
-# Each rank waits for its send to end, and a send ends when the neighbour receives; but all ranks are sending.
-# With gloo it is enough to start a send, then a receive, and to wait for both afterwards. With NCCL it is not: each rank already stops when it starts to send, until its neighbour connects, and the neighbour has stopped for the same reason.
-# By parity every send meets a receive.
+# Each rank waits until its send is done, and a send is done when the neighbour receives; but all ranks are sending.
+# With gloo it is enough to start a send, then a receive, and to wait for both afterwards. With NCCL it is not: starting a send already blocks until the neighbour connects, and the neighbour is blocked for the same reason.
+# With parity, every send has a matching receive.
 
 # %%
 def shift(tensor, group):
@@ -1343,7 +1339,7 @@ check(shift)
 
 
 # %% [markdown]
-# `ranks.exchange(tensor, after, received, before, group).wait()` in place of the `if` does the same in one batch, and no rank waits for a neighbour's second message.
+# `ranks.exchange(tensor, after, received, before, group).wait()` in place of the `if` does the same in one batch, in which the second message does not wait for the first.
 #
 # ```{solution-end}
 # ```
@@ -1354,7 +1350,7 @@ check(shift)
 #
 # In the tree, the root of a broadcast to four ranks sends 2 S, and to 1,024 ranks 10 S.
 # Write a broadcast in which no rank ever sends more than $2\,\frac{N-1}{N} S$, in pieces of $S/N$.
-# It works in place, for any root. Hint: which collective turns "one piece on each rank" into "everything on every rank"?
+# It must work in place, for any root. Hint: which collective turns "one piece on each rank" into "everything on every rank"?
 
 # %%
 def broadcast_large(tensor, root, group):
@@ -1400,7 +1396,7 @@ check(broadcast_large)
 # :label: ex-collectives-bucket
 # ```
 #
-# Gradients are joined into buckets, and a ring all-reduces each of them on `size` ranks. A message takes `latency` seconds and its bytes over `bandwidth`, in bytes per second.
+# Gradients are joined into buckets, and a ring all-reduces each of them on `size` ranks. A message takes `latency` seconds plus its bytes divided by `bandwidth` (bytes per second).
 # Return the smallest bucket, in bytes, whose all-reduce spends at most `fraction` of its time on latency (0.1: a tenth). Assume equal pieces.
 # What does the formula say about buckets on a thousand ranks?
 
@@ -1421,7 +1417,7 @@ check(my_bucket_bytes)
 # :class: dropdown
 # ```
 #
-# There are $2(N-1)$ messages, each an $N$-th of the bucket's $n$ bytes. Latency is $\alpha / (\alpha + \beta n / N)$ of the time, whatever the number of messages.
+# There are $2(N-1)$ messages, each an $N$-th of the bucket's $n$ bytes. Latency is a fraction $\alpha / (\alpha + \beta n / N)$ of the time, whatever the number of messages.
 # So $n = N \frac{\alpha}{\beta} \frac{1 - \text{fraction}}{\text{fraction}}$: on a thousand ranks buckets have to be a hundred times as large as on ten, or the ring is the wrong algorithm.
 
 # %%
@@ -1437,11 +1433,11 @@ check(my_bucket_bytes)
 #
 # ## Summary
 #
-# - Ranks share nothing; a process group is a list of ranks, and a collective is a call that all of them make.
+# - Ranks share no memory; a process group is a list of ranks, and a collective is a call that all of them make.
 # - All-reduce is reduce-scatter, then all-gather.
 # - The ring sends $2(N-1)/N$ of the tensor per rank, the least possible, in $2(N-1)$ steps.
 # - The tree takes $2\lceil\log_2 N\rceil$ rounds of the whole tensor: faster than the ring below the crossing, slower above.
-# - $\alpha + \beta S$ predicts times on a wire within a few percent, and on a machine's loopback only roughly.
+# - $\alpha + \beta S$ predicts times on the emulated link within a few percent, on a machine's loopback only roughly.
 # - The order of additions changes the last bits of a sum; all ranks still hold the same bits.
 # - All ranks make the same calls, in the same order, with the same sizes: otherwise the job hangs or, worse, goes on with wrong numbers. In a ring, send and receive by parity or in one batch.
 #

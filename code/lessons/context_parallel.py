@@ -21,9 +21,9 @@
 # - compute attention over a sequence that no rank holds whole, with a ring or an all-to-all, and show that output and gradients equal one process's;
 # - explain why a causal mask leaves ranks of a ring idle, and which division of the sequence keeps all ranks busy;
 # - predict the bytes sent, the work, the memory and the longest context for both methods;
-# - find wrong positions and wrong messages in the first step of a run.
+# - find wrong position ids and a deadlocked ring in the first step of a run.
 #
-# [Sequence parallelism](sequence_parallel.md) also cuts the tokens, but between tensor-parallel ranks, and not in attention.
+# [Sequence parallelism](sequence_parallel.md) also shards the tokens, but over tensor-parallel ranks, and not in attention.
 
 # %% tags=["hide-input"]
 # Imports, and the small GPT that every cell trains
@@ -51,24 +51,24 @@ LLAMA = PRESETS["llama-3-8b"]
 
 
 def build_model(dtype=None):
-    """The same GPT at every call."""
+    """Return the small GPT, with equal weights at every call."""
     torch.manual_seed(0)
     return GPT(SMALL).to(ranks.device(), dtype)
 
 
 def make_batch(step=0, size=2):
-    """The same windows of text on every rank: tokens, targets: [size, 64]."""
+    """Return tokens and targets, each [size, 64], equal on every rank."""
     tokens, targets = text.get_batch(SMALL.seq, size, start=step * size)
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 
 def max_difference(a, b):
-    """The largest difference between two tensors."""
+    """Return the largest difference between two tensors."""
     return (a - b).abs().max().item()
 
 
 def draw_qkv(layout, seq, heads=8, kv_heads=2, size=32, dtype=torch.float64):
-    """This rank's queries, keys and values, cut from the same everywhere: leaves."""
+    """Return this rank's shards of random queries, keys and values, as leaf tensors."""
     generator = torch.Generator().manual_seed(0)
     full = (
         torch.randn(1, n, seq, size, generator=generator, dtype=dtype).to(
@@ -98,23 +98,23 @@ assert of.kept_bytes > 80e9
 
 
 # %% [markdown]
-# So the sequence itself is cut into pieces, one for each rank, and stays cut from the embedding to the loss. This is *context parallelism*.
+# So *context parallelism* shards the sequence itself over the ranks, from the embedding to the loss.
 #
 # ## Only attention needs other tokens
 #
 # A sequence has $s$ tokens. Each of $N$ ranks has $s/N$ of these tokens in all layers, and all weights.
-# Embedding, LayerNorms, matrices and the loss compute each token by itself. One operation needs other ranks' tokens: attention, where the query of a token is multiplied with the keys of other tokens, and their values are added up.
+# Embedding, LayerNorms, linear layers and the loss compute each token by itself. One operation needs other ranks' tokens: attention, which multiplies a token's query with other tokens' keys, and adds up their values.
 #
-# There are two methods. A *ring* sends the keys and values of one rank at a time to the other ranks' queries. An *all-to-all* changes the cut by tokens into a cut by heads, and a second one reverses this after attention.
+# There are two methods. A *ring* sends keys and values from rank to rank, so that every rank gets all of them, one rank's at a time. An *all-to-all* changes sharding by tokens into sharding by heads, and a second all-to-all reverses this after attention.
 #
 # ## A ring of keys and values
 #
-# Queries stay on their ranks, and keys and values move. In each turn a rank computes attention of its queries to its current keys, and sends these keys and values to the next rank, the last rank to rank 0 {cite}`liu2023ring`. After $N$ turns each rank has had all keys.
+# Queries stay on their ranks, and keys and values move. In each *turn* a rank computes attention of its queries to the keys that it currently has, and sends these keys and their values to the next rank, the last rank to rank 0 {cite}`liu2023ring`. After $N$ turns each rank has had all keys.
 #
 # ![Ring attention on four ranks, in four turns. Each rank keeps its queries. Keys and values start at their owners; after each turn every rank hands those that it has to the next one, the last rank to the first, so that after four turns each rank has met all four pieces.](../figures/context_parallel_ring.svg)
 #
-# But softmax divides by a sum over *all* keys, and in turn 0 a rank has only its own.
-# So each turn gives two results: the output $o_i$ of attention to that turn's keys alone, a *block* of them, and the logarithm $\ell_i$ of their sum of exponentials. From the results for two blocks follow those for both together, $o$ and $\ell$ {cite}`milakov2018softmax,dao2022flashattention`:
+# But softmax divides by a sum over *all* keys, and in turn 0 a rank has only its own keys.
+# So attention to one turn's keys, a *block*, gives two results: the output $o_i$, and the logarithm $\ell_i$ of the sum of the scores' exponentials. The results for two blocks are merged into $o$ and $\ell$ for both {cite}`milakov2018softmax,dao2022flashattention`:
 #
 # $$
 # \ell = \log\big(e^{\ell_1} + e^{\ell_2}\big), \qquad o = e^{\ell_1 - \ell}\, o_1 + e^{\ell_2 - \ell}\, o_2 .
@@ -126,7 +126,7 @@ assert of.kept_bytes > 80e9
 #
 # ### The plain version
 #
-# This is the forward of ring attention without a mask. In shapes $B$ is the batch, $A$ the heads, $s$ the tokens of one rank:
+# This is the forward of ring attention without a mask. In shapes, $B$ is the batch, $A$ the heads and $s$, unlike in formulas, the tokens of one rank:
 
 # %%
 def attend(q, k, v):
@@ -178,22 +178,22 @@ print(
 
 
 # %% [markdown]
-# Even ranks send first, and odd ones receive first: if all sent first, none would receive, and the ring would hang ([below](#all-send-first) it does).
+# Even ranks send first, and odd ones receive first: if all sent first, none would receive, and the ring would hang ([shown below](#all-send-first)).
 # [Collectives](collectives.md#deadlock-in-a-ring-who-sends-first) explains why, and has another solution, which `shardlab.context_parallel` uses: one batch of both messages, `ranks.exchange`.
 #
 # ### What the plain version leaves out
 #
-# - *Backward.* Autograd does not see messages, so the gradient does not return to the rank that sent the keys. This needs a second ring.
-# - *Memory.* `attend` stores all scores of a block, $[B, A, s, s]$; fused kernels never do.
+# - *Backward.* Autograd does not record messages, so the gradient does not return to the rank that sent the keys. This needs a second ring.
+# - *Memory.* `attend` stores all scores of a block, $[B, A, s, s]$; fused kernels do not.
 # - *Overlap.* Nothing is sent while a rank computes, and a rank computes nothing while it waits ([measured below](#context-seconds)).
 # - *The causal mask*, under which ranks have unequal work ([measured below](#context-work)).
 #
-# `context_parallel.ring_attention` has all four. The table shows the first two on four ranks.
+# `context_parallel.ring_attention` has all four. The table compares the first two on four ranks.
 
 # %% tags=["hide-input"]
-# Table: bytes held and the keys' gradient, plain and the module
+# Table: peak memory and the keys' gradient, in the plain ring and the module's
 def compare_both_rings(way, seq=2048):
-    """On a rank: most bytes held in forward, and how far the keys' gradient is off."""
+    """Return this rank's peak bytes in forward, and the keys' gradient's error."""
     mine = draw_qkv("contiguous", seq, 4, 4, 16)
     with count.track_memory(*mine) as held:
         y = way(*mine)
@@ -205,7 +205,7 @@ def compare_both_rings(way, seq=2048):
 
 
 def gather_qkv(seq):
-    """The whole sequence's queries, keys and values."""
+    """Return the whole sequence's queries, keys and values."""
     mine, group = draw_qkv("contiguous", seq, 4, 4, 16), dist.group.WORLD
     return [
         cp.gather_seq(x, group, "contiguous", dim=2).requires_grad_() for x in mine
@@ -229,27 +229,27 @@ for way, found in RINGS.items():
     rows.append((way, f"{peak / 1e6:.1f}", f"{100 * off:.2g}"))
     assert (off < 1e-10) == (way == "module"), (way, off)
 assert RINGS["plain"][0][0] > 5 * RINGS["module"][0][0]
-head = ["ring", "most held in forward (MB)", "gradient of the keys off by (%)"]
+head = ["ring", "peak in forward (MB)", "error of the keys' gradient (%)"]
 show.table(rows, head, caption="2048 tokens on 4 ranks, 4 heads of 16, float64")
 
 # %% [markdown]
 # ### Ring attention with a backward
 #
-# Two blocks are merged by the same formula; the second weight, $e^{\ell_2 - \ell}$, is written as the sigmoid of $\ell_2 - \ell_1$, which it equals:
+# The module merges two blocks by the same formula, and computes the second weight, $e^{\ell_2 - \ell}$, as the sigmoid of $\ell_2 - \ell_1$, which is equal:
 
 # %%
 show.source(cp.merge_attention)
 
 # %% [markdown]
 # In forward, `send_kv` comes *before* the blocks and `wait` after them: messages are sent during the computation.
-# `ring.run_turn` gives the blocks of a turn: which of the rank's queries are multiplied with which of the keys that it has, and whether a triangle of the scores is masked. Without a mask it is all queries and all keys. `block_attention` is a fused kernel that also returns the logarithms ([kernel.py](../code/shardlab/context_parallel/kernel.py)).
+# `ring.run_turn` yields a turn's blocks: a slice of the rank's queries, a slice of its current keys, and whether the block is masked causally. Without a mask a block is all queries and all keys. `block_attention` is a fused kernel that also returns the logarithms $\ell$ ([kernel.py](../code/shardlab/context_parallel/kernel.py)).
 
 # %%
 show.source(cp.ring_attention, cp.core._RingAttention.forward)
 
 # %% [markdown]
 # Backward sends keys and values round the ring again, and recomputes each block's probabilities from $\ell$, as fused kernels do.
-# With each rank's keys and values it also sends their gradient, to which every rank adds its part. The last message returns the gradient to the keys' own rank.
+# With each rank's keys and values, backward also sends their gradient, to which every rank adds its part. The last message returns the gradient to the rank that owns the keys.
 
 # %%
 show.source(cp.core._RingAttention.backward)
@@ -269,7 +269,7 @@ show.source(cp.core._RingTransfer)
 # ![The causal mask over eight pieces of a sequence, whose queries belong to four ranks, in two layouts. Contiguous, rank 0 has pieces 0 and 1 and rank 3 pieces 6 and 7: of the work they do 1, 3, 5 and 7 sixteenths. Zig-zag, rank r has pieces r and 7 - r: each does 4.](../figures/context_parallel_zigzag.svg)
 #
 # If each rank has one contiguous piece, rank 0 has work only in turn 0, and the last rank in every turn.
-# So cut the sequence into $2N$ pieces, and give rank $r$ an early and a late one, pieces $r$ and $2N-1-r$: the *zig-zag*. (Striped attention gives each rank every $N$-th token, for the same reason {cite}`brandon2023striped`.)
+# So cut the sequence into $2N$ pieces, and give rank $r$ an early and a late one, pieces $r$ and $2N-1-r$. This layout is the *zig-zag*. (Striped attention gives each rank every $N$-th token, for the same reason {cite}`brandon2023striped`.)
 #
 # :::{step-through} A causal ring in a zig-zag, on four ranks
 # 1. ![Before the first turn. A square of eight rows, the pieces' queries, and eight columns, their keys; only what is on and below its diagonal is needed. Of the pieces rank 0 has 0 and 7; rank 1 has 1 and 6; rank 2 has 2 and 5; rank 3 has 3 and 4.](../figures/steps/context_parallel_1.svg)
@@ -292,7 +292,7 @@ show.source(cp.core._RingTransfer)
 #
 # 5. ![Turn 3. Queries to keys: rank 0 has keys 1 and 6: 7 to 1, 7 to 6; rank 1 has keys 2 and 5: 6 to 2, 6 to 5; rank 2 has keys 3 and 4: 5 to 3, 5 to 4; rank 3 has keys 0 and 7: 3 to 0, 4 to 0. Two squares of work for each rank.](../figures/steps/context_parallel_5.svg)
 #
-#    In the last turn every rank gets the last keys that it has not had yet.
+#    In the last turn every rank gets the only keys that it has not had yet.
 #
 # 6. ![After four turns. All squares below the diagonal and the halves on it are computed, eight squares of work by each rank: those in the rows of its two pieces.](../figures/steps/context_parallel_6.svg)
 #
@@ -306,11 +306,11 @@ show.source(cp.Block, cp.list_blocks)
 
 
 # %% [markdown]
-# The next cell counts the pairs of query and key that each rank computes, and measures the processor's time for them.
+# The next cell counts the query-key pairs that each rank computes, and measures the processor time for them.
 
 # %%
 def time_layouts(seq):
-    """Pairs of query and key in a head of this rank, and seconds, for each layout."""
+    """Return this rank's query-key pairs in one head, and seconds, for each layout."""
     found = {}
     for layout in cp.LAYOUTS:
         for _ in range(2):  # the first one warms up
@@ -412,12 +412,12 @@ for N in (2, 4):
     print(f"{N} ranks: largest difference {off:.0e}; all-to-alls: plain 4, module 2")
 
 # %% [markdown]
-# Every rank has equal work without a zig-zag. But there must be at least one head for each rank.
+# Without a zig-zag, every rank has equal work. But there must be at least one head for each rank.
 #
 # ### All-to-all with a backward
 #
 # The package's version has a backward: the same exchanges in the opposite direction. It sends queries, keys and values in one all-to-all instead of three.
-# It also takes tokens in a zig-zag, and fewer heads of keys than ranks: then each of these heads goes to several ranks.
+# It also supports the zig-zag, and fewer key-value heads than ranks: then each key-value head goes to several ranks.
 
 # %%
 show.source(cp.all_to_all_attention)
@@ -438,12 +438,12 @@ show.source(cp.distribute_model, cp.core._forward_sharded)
 
 
 # %% [markdown]
-# Each rank has all weights, and gradients from its own tokens, so gradients are averaged after backward, as in data parallelism. LayerNorms, matrices and the loss do not change.
+# Each rank has all weights, and gradients from its own tokens, so gradients are averaged after backward, as in data parallelism. LayerNorms, linear layers and the loss do not change.
 # This is a training step:
 
 # %%
 def train_step(model, optimizer, tokens, targets, layout):
-    """Loss of a step on this rank's tokens, averaged over the ranks."""
+    """Train on this rank's tokens; return the loss averaged over the ranks."""
     group = dist.group.WORLD
     tokens, targets = (cp.shard_tokens(x, group, layout) for x in (tokens, targets))
     value = loss(model(tokens), targets)
@@ -459,7 +459,7 @@ def make_adamw(model, lr=1e-3):
 
 
 # %% [markdown]
-# Both attentions have to equal that of one process: the output, and the gradients of queries, keys and values, with a causal mask and without, with 8 heads of queries and 2 of keys. Then five steps of AdamW have to give the same weights.
+# Both attentions have to equal attention in one process: the output, and the gradients of queries, keys and values, with a causal mask and without, with 8 query heads and 2 key-value heads. Then five steps of AdamW have to give the same weights.
 
 # %% tags=["hide-input"]
 # Compares attention with its gradients, and five steps, with one process
@@ -545,20 +545,20 @@ show.table(rows, head, caption="Largest differences from one process, float64")
 #
 # ### Bytes sent
 #
-# These are bytes that a rank sends for one layer. There are $b$ sequences in the batch, $a$ heads of queries and $K$ of keys and values, $D = h/a$ numbers in a head for a width $h$ of the model, and $e$ bytes in a number.
+# The formulas give the bytes that a rank sends for one layer. The batch has $b$ sequences; there are $a$ query heads and $K$ key-value heads, each of size $D = h/a$, where $h$ is the model's width; a number has $e$ bytes.
 #
-# - The ring sends keys and values $N-1$ times in forward and again in backward. Their gradients are sent $N$ times, the last time to their own rank, in float32 at least. With $e = 4$ that is $2bKD\frac{s}{N}\,e\,(3N-2)$ in all, which grows a little with $N$.
+# - The ring sends keys and values $N-1$ times in forward and again in backward. Their gradients are sent $N$ times, the last time to the rank that owns them, in at least float32. With $e = 4$ that is $2bKD\frac{s}{N}\,e\,(3N-2)$ in all, which grows a little with $N$.
 # - The all-to-all sends $\frac{N-1}{N}$ of queries, keys, values and output, in forward and in backward: $4b(a+K)D\frac{s}{N}\,e\,\frac{N-1}{N}$, which falls with $N$.
 
 # %%
 def count_sent(heads, kv_heads, seq, size):
-    """Bytes of a rank, forward and backward of one attention: ring, all-to-all."""
+    """Return the bytes that a rank sends in forward and backward: ring, all-to-all."""
     found, N = [], dist.get_world_size()
     for attention in (cp.ring_attention, cp.all_to_all_attention):
         mine = draw_qkv("zigzag", seq, heads, kv_heads, size, torch.float32)
         with count.record_traffic() as sent:
             attention(*mine, dist.group.WORLD, layout="zigzag").sum().backward()
-        # Of what is handed to an all-to-all, a rank keeps its own part.
+        # A rank does not send its own part of an all-to-all's input.
         handed = sent.payload["all_to_all"] + sent.payload["all_to_all_single"]
         found.append(sent.bytes + handed * (N - 1) // N)
     return found
@@ -583,18 +583,18 @@ for (kv, N), counted in SENT.items():
         f"{bytes_:,}" for pair in zip(want, counted, strict=True) for bytes_ in pair
     ]
     rows.append((kv, N, *cells))
-head = ["heads of keys", "ranks", "ring: predicted (B)", "counted (B)"]
+head = ["key-value heads", "ranks", "ring: predicted (B)", "counted (B)"]
 show.table(
     rows,
     [*head, "all-to-all: predicted (B)", "counted (B)"],
-    caption="Sent by a rank for one attention, 1024 tokens, 16 heads of 16, float32",
+    caption="Sent by a rank: one attention, 1024 tokens, 16 heads of size 16, float32",
 )
 
 # %% [markdown]
 # `````{admonition} Checked: "the all-to-all always sends less than the ring"
 # :class: checked
 #
-# With as many heads of keys as of queries, yes. With fewer heads of keys and values the ring sends fewer bytes: here with 2 heads instead of 16 it sends less than the all-to-all on 2 and 4 ranks (rows 4 and 5 of the table).
+# Yes, with as many key-value heads as query heads. With fewer key-value heads the ring sends fewer bytes: here, with 2 instead of 16, the ring sends less than the all-to-all on 2 and 4 ranks (rows 4 and 5 of the table).
 # And the ring sends while attention computes; attention has to wait for the all-to-all.
 # `````
 #
@@ -602,17 +602,17 @@ show.table(
 # ### Seconds
 #
 # In a turn a rank does $4b\big(\frac{s}{N}\big)^2h$ floating-point operations (half of them under the mask), and sends $2b\frac{s}{N}KDe$ bytes meanwhile.
-# So operations per byte grow with the tokens on a rank, $\frac{s}{N}$. With enough of them each message is over before the computation is, and costs no time. Therefore the ranks of a ring may be in different machines.
+# So operations per byte grow with the tokens on a rank, $\frac{s}{N}$. With enough tokens, each message ends before the computation, and costs no time. So the ranks of a ring may be in different machines.
 #
 # The next cell connects two ranks by an emulated link of 100 Mbit/s.
-# The computation of a turn takes $c$ seconds and a message $w$, so a forward without a mask takes $c + \max(c, w)$. Without overlap, as in the plain version, it takes $c + w + c$.
+# A turn's computation takes $c$ seconds and a message $w$ seconds, so a forward without a mask takes $c + \max(c, w)$. Without overlap, as in the plain version, it takes $c + w + c$.
 
 # %% tags=["measured"]
 BANDWIDTH = 12.5e6  # bytes per second
 
 
 def run_in_turn(q, k, v, group):
-    """The plain ring of two ranks, with the module's kernel: it waits for each message."""
+    """Run the plain ring of two ranks, with the module's kernel but no overlap."""
     mine, peer = cp.block_attention(q, k, v), 1 - dist.get_rank()
     kv = torch.stack((k, v))
     coming = torch.empty_like(kv)
@@ -621,7 +621,7 @@ def run_in_turn(q, k, v, group):
 
 
 def time_forwards(times):
-    """Seconds without the link, and over it plain and overlapped, by tokens on a rank."""
+    """Return seconds by tokens per rank: no link, and over it plain, overlapped."""
     fast, slow = dist.group.WORLD, link.create_slow_group(0, BANDWIDTH)
     overlapped = partial(cp.ring_attention, causal=False, layout="contiguous")
     ways = (overlapped, fast), (run_in_turn, slow), (overlapped, slow)
@@ -638,7 +638,7 @@ def time_forwards(times):
                 begin = time.perf_counter()
                 way(*mine, group=group)
                 seconds.append(time.perf_counter() - begin)
-        found[local_seq] = [min(seconds) for seconds in took]  # what disturbs only adds
+        found[local_seq] = [min(seconds) for seconds in took]  # other load only adds
     return found
 
 
@@ -668,7 +668,7 @@ head = [
     "message (ms)",
     "predicted (ms)",
 ]
-show.table(rows, [*head, "measured (ms)", "difference (%)", "slower by"])
+show.table(rows, [*head, "measured (ms)", "difference (%)", "measured / without link"])
 
 
 # %% [markdown]
@@ -676,12 +676,12 @@ show.table(rows, [*head, "measured (ms)", "difference (%)", "slower by"])
 #
 # ### Memory
 #
-# With the ring a rank keeps the queries, keys, values, output and $\ell$ of its own tokens for backward. While it computes it also holds the keys and values of two ranks, and in backward their gradients.
-# With the all-to-all a rank keeps the output twice, by heads and by tokens, and during an exchange holds both what it sends and what it receives.
+# With the ring a rank keeps the queries, keys, values, output and $\ell$ of its own tokens for backward. While it computes, it also holds the keys and values of two ranks, and in backward their gradients.
+# With the all-to-all a rank keeps the output twice, by heads and by tokens, and during an exchange holds both the sent and the received tensors.
 
 # %%
 def measure_attention(attention, contexts):
-    """On a rank, for each context: bytes kept by forward, the most held in backward."""
+    """Return, by context, this rank's bytes kept by forward and peak in backward."""
     found = {seq: [] for seq in contexts}
     for seq in [*contexts, *contexts]:
         mine = draw_qkv("zigzag", seq, 8, 8, 16, torch.float32)
@@ -735,7 +735,7 @@ for color, (name, (way, core, N)) in zip(show.RANK_COLORS, CORES.items(), strict
         assert kept == want["kept"], (name, kept, want)
         limit = 0.15 if way == "ulysses" else 0.02
         near = abs(peak / want["backward"] - 1) < limit
-        show.check_timing(near, f"{name}: the most in backward within {limit:.0%}")
+        show.check_timing(near, f"{name}: the peak in backward within {limit:.0%}")
     for axes, lines, dots in zip(
         panels, zip(*wants, strict=True), zip(*measured, strict=True), strict=True
     ):
@@ -746,7 +746,7 @@ for color, (name, (way, core, N)) in zip(show.RANK_COLORS, CORES.items(), strict
             name, end, (6, 0), textcoords="offset points", va="center", fontsize=8
         )
 for axes, label in zip(
-    panels, ("kept by forward (MB)", "most in backward (MB)"), strict=True
+    panels, ("kept by forward (MB)", "peak in backward (MB)"), strict=True
 ):
     axes.set(xlabel="tokens of context", ylabel=label, xlim=(300, 4700), ylim=(0, None))
     axes.set_xticks(CONTEXTS)
@@ -755,20 +755,20 @@ show.figure(
     figure,
     "Bytes of one attention over the length of the context, predicted as lines, "
     "measured as dots on them or close by. Kept by forward: one process keeps about "
-    "four times as much as each of four ranks. The most in backward: one process 11 MB "
+    "four times as much as each of four ranks. Peak in backward: one process 11 MB "
     "at 3072 tokens, ring 7, all-to-all 5.",
     "context_parallel_measured",
 )
 
 # %% [markdown]
 # Lines are predicted ([predict.py](../code/shardlab/context_parallel/predict.py)), dots measured. The kept bytes agree exactly: a quarter of one process's, in every layer.
-# The peak in backward is more than a quarter, because it includes message buffers, but for one layer at a time only. Both grow in proportion to the context.
+# The peak in backward is more than a quarter, because it includes message buffers, but only for one layer at a time. Both grow in proportion to the context.
 #
 # `````{admonition} Checked: "with N times the ranks, N times the context for the same time"
 # :class: checked
 #
 # For the same memory, yes. But attention's work grows with the square of the sequence: $N$ times the tokens on $N$ times the ranks is $N$ times the work for each rank.
-# The cell below counts pairs of query and key on a rank that always has 8192 tokens.
+# The cell below counts query-key pairs on a rank that always has 8192 tokens.
 # `````
 
 # %%
@@ -780,7 +780,7 @@ print({N: round(on_a_rank / pairs[1], 2) for N, on_a_rank in pairs.items()})
 # ### The longest context that fits
 #
 # `memory` predicts a rank's bytes for a context length: states (weights, gradients, optimizer), activations, the ring's buffers, the loss. `cp.find_max_context` searches for the longest context that fits into 80 GB.
-# This is Llama 3 8B with 8 tensor-parallel ranks in each machine, and 1 to 64 machines that cut the context. In a `Layout`, `tp` is the number of tensor-parallel ranks and `cp` that of ranks along the context.
+# The picture shows Llama 3 8B with 8 tensor-parallel ranks in each machine, and the context sharded over 1 to 64 machines. In a `Layout`, `tp` is the number of tensor-parallel and `cp` of context-parallel ranks.
 #
 # ![Tokens of context that fit into 80 GB on each rank, for Llama 3 8B with tensor degree 8, over 1 to 64 context ranks. All lines double with the ranks. With sequence parallelism about twice as many tokens fit, with full recomputation four times, with both thirteen times.](../figures/context_parallel_fit.svg)
 
@@ -802,14 +802,14 @@ assert cp.find_max_context(LLAMA, 80e9, again) > 5 * fits[1]
 
 # %% [markdown]
 # Every doubling of ranks doubles the context: Llama's 131,072 tokens fit on two machines, but not on one.
-# Sequence parallelism more than doubles the context, and sends hardly more bytes. Recomputation multiplies it by more than five again, for a third more arithmetic ([Memory](memory.md)). Then the logits are the largest tensor: a rank's tokens times its part of the vocabulary, in float32.
+# Sequence parallelism more than doubles the context, and sends hardly more bytes. Recomputation multiplies the context by more than five again, for a third more arithmetic ([Memory](memory.md)). The largest tensor is then the logits: a rank's tokens times its part of the vocabulary, in float32.
 #
 # ## PyTorch's own: context_parallel
 #
-# PyTorch has `context_parallel`, with a zig-zag (its *load balancing*). Inside its `with` block, torch's attention is replaced by one over the ranks.
+# PyTorch has `context_parallel`, with a zig-zag (its *load balancing*). Inside its `with` block, torch's attention is replaced by attention over all ranks.
 # By default (torch 2.13) this is not a ring: while a rank computes its own block, an all-gather collects the keys and values of all ranks, once in forward and once in backward. Only the gradients go from rank to rank.
-# After `set_rotate_method("alltoall")` keys and values go from rank to rank as well, those of one rank at a time.
-# `context_parallel` needs the fused kernels of a GPU; on a CPU it raises (torch 2.13). With two GPUs the next cell compares it with ours.
+# After `set_rotate_method("alltoall")` keys and values go from rank to rank as well, one rank's at a time.
+# `context_parallel` needs the fused kernels of a GPU; on a CPU it raises an error (torch 2.13). With two GPUs the next cell compares it with our ring.
 
 # %%
 def compare_with_torch():
@@ -868,16 +868,16 @@ except ranks.RankError as error:
 
 # %% [markdown]
 # In a real job, the first step hangs with all ranks at the same line; a rank that died or took another branch would be at another line.
-# With `isend` this hangs only with nccl, so a test on CPU ranks does not find it. Always order messages by even and odd ranks, or send both in one batch.
+# With `isend` this hangs only with NCCL, so a test on CPU ranks does not find it. Always order messages by even and odd ranks, or send both in one batch.
 #
-# ### Tokens that do not know where they stand
+# ### Wrong position ids on a shard
 #
-# Suppose you cut the batch along the sequence, leave the model unchanged, and average the gradients. This runs, but each rank trains on its short piece, whose tokens do not attend to earlier pieces.
+# Suppose you shard the batch along the sequence, leave the model unchanged, and average the gradients. This runs, but each rank trains on its own short piece, whose tokens do not attend to earlier pieces.
 # A second mistake is harder to find: the ring is right, but every rank counts positions from 0.
 
 # %%
 def run_mistake(way, dtype, steps=20):
-    """First loss, gradients, and the last loss, of a model that is set up this way."""
+    """Train a model set up this way; return first loss, gradients, last loss."""
     model, group = build_model(dtype), dist.group.WORLD
     if way == "positions from 0":
         cp.core.token_positions = lambda layout, seq, N, *_: torch.arange(
@@ -904,7 +904,7 @@ WRONG = {
 # %% tags=["hide-input"]
 # Table: what each mistake does to the first loss and to gradients
 def run_one_process():
-    """The first loss and its gradients in one process, in float64."""
+    """Return the first loss and its gradients in one process, in float64."""
     alone = build_model(torch.float64)
     value = loss(alone(make_batch()[0]), make_batch()[1])
     value.backward()
@@ -912,7 +912,7 @@ def run_one_process():
 
 
 def compare_cut_text(mine, right, part):
-    """Difference of the gradients whose names have `part`, relative, as norms (%)."""
+    """Return the relative error (%) of all gradients whose names contain `part`."""
     pairs = [(mine[n], right[n]) for n in right if part in n]
     a, b = (torch.cat([x.flatten() for x in each]) for each in zip(*pairs, strict=True))
     return 100 * ((a - b).norm() / b.norm()).item()
@@ -932,23 +932,25 @@ for (way, dtype), (first, gradients, last) in WRONG.items():
     rows.append((way, str(dtype)[6:], *cells, f"{last:.3f}"))
 wide, narrow = torch.float32, torch.bfloat16
 assert off["right", wide][0] < 1e-6 < 1e-5 < off["positions from 0", wide][0]
-# In bfloat16 the right way is off as well, so that the loss decides nothing.
+# In bfloat16 the right loss is also off, by rounding, so the loss decides nothing.
 assert off["right", narrow][0] > 0.1 * off["positions from 0", narrow][0]
 assert all(off["right", dtype][1] < 3 for dtype in (wide, narrow))
 assert all(off["positions from 0", dtype][1] > 20 for dtype in (wide, narrow))
-head = ["way", "type", "first loss: off by", "all gradients off by (%)"]
-show.table(rows, [*head, "queries' weights (%)", "loss after 20 steps"])
+head = ["way", "type", "error of the first loss", "error of all gradients (%)"]
+show.table(
+    rows, [*head, "error of query weights' gradients (%)", "loss after 20 steps"]
+)
 
 
 # %% [markdown]
-# After 20 steps the losses are nearly equal. With wrong positions the first loss is off by $3.4 \cdot 10^{-5}$: float32 shows this error, since the right program is off by $10^{-7}$. In bfloat16 the right program is off by nearly as much, so the loss shows nothing.
-# The norm over all gradients shows little more, because the embedding's gradients are by far the largest: the norm is off by 0.4 %, and by rounding in bfloat16 alone by 0.5 %.
-# The gradients of the *queries' weights* show the mistake: with wrong positions they are off by 56 % in either type, by rounding alone by at most 1 %.
-# So before a long run compare these gradients with those of one process, on one short sequence.
+# After 20 steps the losses are nearly equal. With wrong positions the error of the first loss is $3.4 \cdot 10^{-5}$. In float32 this is visible, since the right program's error is $10^{-7}$; in bfloat16 it is not, since rounding alone causes nearly as large an error.
+# The error of all gradients together shows little more, because the embedding's gradients are by far the largest: wrong positions cause an error of 0.4 %, rounding in bfloat16 alone 0.5 %.
+# The gradients of the *query weights* show the mistake: wrong positions cause an error of 56 % in either type, rounding alone at most 1 %.
+# So before a long run, compare these gradients with those of one process, on one short sequence.
 #
 # ### Sequences and heads that ranks cannot share
 #
-# These are refused before anything is sent:
+# The package refuses these before it sends anything:
 
 # %%
 def find_refusal():
@@ -968,38 +970,38 @@ _ = ranks.run(lambda: find_refusal() if dist.get_rank() == 0 else None, 4, devic
 
 
 # %% [markdown]
-# In practice sequences are padded to a multiple of $2N$, and the targets of the padding are left out of the loss. Then ranks have unequal numbers of targets, and the mean of their means is wrong: sum the losses of all ranks, and divide by the targets of *all* ranks ([Data parallelism](data_parallel.md) has the same pitfall).
+# In practice sequences are padded to a multiple of $2N$, and the targets of the padding are left out of the loss. Then ranks have unequal numbers of targets, and the mean of their means is wrong: sum the losses of all ranks, and divide by the number of targets on *all* ranks ([Data parallelism](data_parallel.md) has the same pitfall).
 #
 # ## When to use it
 #
 # | technique | for | against |
 # |---|---|---|
-# | ring | any number of ranks, any heads; sends while it computes, for nothing when $s/N$ is large; with 2 heads of keys for 16 of queries it sends 0.66 MB where the all-to-all sends 0.98 | with as many heads of keys it sends 5.2 MB where the all-to-all sends 1.6; without a zig-zag one rank of four has 44 % of the work; needs an attention of its own |
+# | ring | any number of ranks, any heads; sends while it computes, which costs no time when $s/N$ is large; with 2 key-value and 16 query heads, each of 4 ranks sends 0.66 MB (all-to-all: 0.98) | with 16 key-value heads, each sends 5.2 MB (all-to-all: 1.6); without a zig-zag one rank of four has 44 % of the work; needs an attention function of its own |
 # | all-to-all | few bytes with many ranks; any attention kernel, any mask; equal work for all ranks | at most as many ranks as heads; attention waits for its messages |
-# | both of them | activations per rank fall with $1/N$, so twice the ranks fit twice the context | weights are not divided: states are as large as before, unless [ZeRO](zero.md) shards them; work grows with the square |
+# | both of them | activations per rank fall with $1/N$, so twice the ranks fit twice the context | weights are not sharded: states are as large as before, unless [ZeRO](zero.md) shards them; work grows with the square of the context |
 #
 # Both can be combined: an all-to-all between the ranks of a machine, and a ring between machines.
-# Llama 3 405B was trained at 131,072 tokens on 8 tensor-parallel ranks times 16 along the context {cite}`dubey2024llama3` (section 3.3.2, Table 4): in a zig-zag, but with an all-gather of all keys and values in place of the ring. With few heads of keys these are small, and any mask is possible.
+# Llama 3 405B was trained at 131,072 tokens on 8 tensor-parallel times 16 context-parallel ranks {cite}`dubey2024llama3` (section 3.3.2, Table 4): in a zig-zag, but with an all-gather of all keys and values in place of the ring. With few key-value heads, keys and values are small; an all-gather allows any mask.
 #
-# In a real job, three signs show a correct setup: the gradients of the queries' weights equal those of one process on one short sequence; activations fall with $1/N$; all ranks take equally long in attention.
+# In a real job, three signs show a correct setup: the gradients of the query weights equal those of one process on one short sequence; activations fall with $1/N$; all ranks take equally long in attention.
 #
 # ```{admonition} On more GPUs
 # :class: note
 #
 # Without GPUs this page compares both attentions with one process and counts their bytes; seconds are those of an emulated link.
 # With two GPUs it also runs PyTorch's own context parallelism, which needs their kernels, beside ours.
-# There you see whether NVLink is fast enough for the tokens that a rank has, and train on contexts as long as the tables say.
+# On GPUs you can also see whether NVLink is fast enough for a rank's number of tokens, and train on contexts as long as predicted.
 # ```
 #
 # ## Exercises
 #
 # Each exercise has a check, which runs your answer on real ranks where it needs them.
 #
-# ```{exercise-start} Whose tokens? (easy)
+# ```{exercise-start} Token positions in the zig-zag (easy)
 # :label: ex-context-zigzag
 # ```
 #
-# Return the positions of the tokens that `rank` of `size` has in the zig-zag, in the order in which it has them. `seq` is a multiple of `2 * size`.
+# Return the positions of the tokens that `rank` of `size` has in the zig-zag, in that rank's order. `seq` is a multiple of `2 * size`.
 
 # %%
 def my_zigzag(seq, rank, size):
@@ -1037,12 +1039,12 @@ check(my_zigzag)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} Round the ring, safely (easy)
+# ```{exercise-start} Pass a tensor around a ring without deadlock (easy)
 # :label: ex-context-pass
 # ```
 #
 # Send `tensor` to the next rank, and return the tensor from the previous rank, on two or more ranks.
-# Use messages between two ranks, no collective. The check replays them by nccl's rules: a rank that begins a message waits until the other rank begins it, too.
+# Use point-to-point messages, no collective. The check replays them by NCCL's rules: a rank that begins a message waits until the other rank begins it, too.
 
 # %%
 def my_pass(tensor, group):
@@ -1083,11 +1085,11 @@ check(my_pass)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} One token, keys on many ranks (medium)
+# ```{exercise-start} Decoding: one query, keys on many ranks (medium)
 # :label: ex-context-decode
 # ```
 #
-# When a model writes text, there is one query at a time, and its keys are those of a long context: they are on many ranks.
+# When a model generates text, it has one query at a time, but the keys of a long context, which are on many ranks.
 # `q_BA1D` is the same on all ranks, `k_BAsD` and `v_BAsD` are this rank's: $B$ sequences, $A$ heads, $s$ tokens, $D$ numbers in a head. Return [B, A, 1, D], attention over the keys of all ranks, on every rank.
 # Do not send keys or values; you may send results computed from them. Scores may be as large as 1000.
 
@@ -1108,7 +1110,7 @@ check(my_decode)
 # :class: dropdown
 # ```
 #
-# All blocks are merged at once: the largest $\ell$ first, then the outputs times $e^{\ell - \max}$, and in the same all-reduce these factors.
+# All blocks are merged at once: one all-reduce finds the largest $\ell$; a second sums the outputs times $e^{\ell - \max}$, together with these factors.
 
 # %%
 def my_decode(q_BA1D, k_BAsD, v_BAsD, group):
@@ -1133,8 +1135,8 @@ check(my_decode)
 # :label: ex-context-ring
 # ```
 #
-# Write forward of a *causal* ring. Pieces are contiguous: rank 0 has the first tokens. A token attends to itself and to all tokens before it. Return this rank's output [B, A, s, D].
-# No collectives: `ranks.exchange(outgoing, to, incoming, source, group)` begins to send and to receive in one batch, and returns at once; `.wait()` waits. With `send` and `recv`, let even and odd ranks differ.
+# Write the forward of a *causal* ring. Pieces are contiguous: rank 0 has the first tokens. A token attends to itself and to all tokens before it. Return this rank's output [B, A, s, D].
+# No collectives: `ranks.exchange(outgoing, to, incoming, source, group)` begins to send and to receive in one batch, and returns at once; `.wait()` waits. With `send` and `recv`, order messages by even and odd ranks.
 
 # %%
 def my_ring(q_BAsD, k_BAsD, v_BAsD, group):
@@ -1185,11 +1187,11 @@ check(my_ring)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} Which way, on how many ranks? (design)
+# ```{exercise-start} Ring or all-to-all, on how many ranks? (design)
 # :label: ex-context-way
 # ```
 #
-# A model keeps `kept` bytes of activations for each token and has `states` bytes of states on every rank; a rank has `memory_` bytes. There are `heads` heads, `kv_heads` of keys and values.
+# A model keeps `kept` bytes of activations for each token and has `states` bytes of states on every rank; a rank has `memory_` bytes. There are `heads` query heads and `kv_heads` key-value heads.
 # Return `(ranks, way)` for one sequence of `seq` tokens: the fewest ranks of 1, 2, 4, …, 64 on which it fits when only the sequence is cut, or `None`.
 # The way is `"none"` on one rank. Otherwise it is `"all-to-all"` where the ranks divide both numbers of heads and it sends fewer bytes in *forward* than the ring; else `"ring"`.
 
@@ -1210,7 +1212,7 @@ check(my_context)
 # :class: dropdown
 # ```
 #
-# Forward, for each of its tokens, a rank sends $2K(N-1)$ heads in the ring, and $(2a + 2K)\frac{N-1}{N}$ in the all-to-all.
+# In forward, for each of its tokens, a rank sends $2K(N-1)$ heads in the ring, and $(2a + 2K)\frac{N-1}{N}$ in the all-to-all.
 
 # %%
 def my_context(seq, kept, states, memory_, heads, kv_heads):
@@ -1236,15 +1238,15 @@ check(my_context)
 # - For contexts that no rank holds, cut the sequence from the embedding to the loss; only attention needs other tokens.
 # - The ring sends keys and values from rank to rank, and merges blocks by the logarithms of their sums; its backward is a second ring.
 # - Even ranks send first and odd ranks receive first, or both messages go in one batch: where all send first, the ring hangs.
-# - Under a causal mask the zig-zag order gives every rank equal work in every step of the ring.
-# - The all-to-all turns a division by tokens into a division by heads. It sends less than the ring on many ranks; the ring sends less on few ranks and with few key/value heads.
+# - Under a causal mask the zig-zag gives every rank equal work in every turn of the ring.
+# - The all-to-all turns sharding by tokens into sharding by heads. It sends less than the ring on many ranks; the ring sends less on few ranks with few key-value heads.
 # - Memory per rank falls with $1/N$; attention's work still grows with the square of the sequence.
 # - Wrong positions hardly change the loss, and in bfloat16 not visibly: compare the gradients of the query weights.
 #
 # ## Further reading
 #
 # - {cite:t}`liu2023ring`: ring attention; section 3 says when computation hides the messages.
-# - {cite:t}`brandon2023striped`: the unequal work of a causal ring, and another cut that balances it.
-# - {cite:t}`jacobs2023ulysses`: tokens for heads, and how its bytes fall with the ranks.
+# - {cite:t}`brandon2023striped`: the unequal work of a causal ring, and another layout that balances it.
+# - {cite:t}`jacobs2023ulysses`: the exchange of tokens for heads, whose bytes fall with the ranks.
 # - {cite:t}`milakov2018softmax`: softmax in one pass, the basis of the merge.
 # - {cite:t}`dao2022flashattention`: the same merge inside one GPU, block by block from its memory.

@@ -18,17 +18,17 @@
 #
 # After this lesson you can
 #
-# - train one model on many ranks with the result of one process, and prove it;
+# - train one model on many ranks, and prove that the result is that of one process;
 # - build your own `DistributedDataParallel` in three steps, and say what each step saves;
-# - predict the bytes, the messages, the memory and the time of a step, and where more ranks stop helping;
+# - predict a step's bytes, messages, memory and time, and the number of ranks beyond which more do not help;
 # - recognise common mistakes by their symptoms.
 #
 # You need one thing from [Collectives](collectives.md): the all-reduce.
 #
 # A puzzle: four ranks begin with the same weights and train for five steps, each on its share of the text.
 # A step moves a weight by at most about 0.001. After five steps some weight differs by 0.01 between two ranks.
-# With one more line the largest difference is *exactly* 0.0, and the weights are those that one process computes from the whole batch.
-# The line is easy. The rest of the lesson makes it cheap.
+# With one more line of code the largest difference is *exactly* 0.0, and the weights are those that one process computes from the whole batch.
+# That line is easy to write. The rest of the lesson makes it fast.
 #
 # ```{quiz} copies-before
 # ```
@@ -89,9 +89,8 @@ def local_batch(step, size=4, rank=None):
 # ## Four ranks without communication: four models
 #
 # Four ranks that share the course's text could need a quarter of one process's time.
-# So we give each rank a quarter of the windows of text, and let it train.
-#
-# The next cell does that for five steps. `measure_drift` returns the largest difference of any weight from rank 0's.
+# So we give each rank a quarter of the windows of text (64 tokens each), and train for five steps.
+# `measure_drift` returns the largest difference between a weight and rank 0's copy.
 
 # %%
 def train_alone(steps):
@@ -119,7 +118,7 @@ assert apart > 1e-3  # a step of AdamW: about the learning rate
 
 
 # %% [markdown]
-# The ranks shared the work, and trained four models, each on a quarter of the text.
+# The ranks trained four different models, each on a quarter of the text.
 # A line after `backward` is missing.
 #
 # ## Every rank has the whole model, and a share of the batch
@@ -131,7 +130,7 @@ assert apart > 1e-3  # a step of AdamW: about the learning rate
 # ![Four ranks. Each has a quarter of the batch, all weights, and computes gradients of its own. An all-reduce averages the gradients; then all four ranks have the same gradients and make the same optimizer step.](../figures/data_parallel_replicas.svg)
 #
 # Why the average, and not the sum?
-# A loss is a mean over the batch.
+# Because a loss is a mean over the batch.
 # Let there be $N$ ranks, each with $b$ samples, and let $\ell_{r,i}$ be the loss of sample $i$ on rank $r$. Then
 #
 # $$
@@ -145,7 +144,7 @@ assert apart > 1e-3  # a step of AdamW: about the learning rate
 #
 # ### Step 1: average after backward
 #
-# The missing lines:
+# The missing line is a call of this function:
 
 # %% tags=["slide"]
 def average_one_by_one(model):
@@ -155,7 +154,7 @@ def average_one_by_one(model):
 
 
 # %% [markdown]
-# The next cell trains again, and now averages after each `backward`.
+# The next cell trains again, and averages after each `backward`.
 
 # %%
 def train_together():
@@ -181,7 +180,7 @@ assert apart == [0.0] * 4
 # The drift is exactly zero.
 # One rank computes each sum, and all ranks get a copy, so their gradients have the same bits.
 #
-# The lines fail for frozen parameters, and for parameters without a gradient on some rank.
+# `average_one_by_one` fails for frozen parameters, and for parameters without a gradient on some rank.
 # An all-reduce waits for every rank: if a rank skipped it for lack of a gradient, the others would wait forever.
 # The package's [average_gradients](../code/shardlab/data_parallel/buckets.py) handles both cases.
 #
@@ -190,8 +189,8 @@ assert apart == [0.0] * 4
 #
 # No weight is sent in a step, only gradients.
 # (`DistributedDataParallel` sends weights once, before the first step.)
-# Averaging weights after the step is another algorithm: AdamW divides each rank's gradient by that rank's own history, so the mean of the ranks' steps is not the step of the mean gradient.
-# Both algorithms give the same weights only with plain SGD, whose step is the gradient times a number.
+# Averaging weights after the step is another algorithm: AdamW scales each rank's step by that rank's own moments, so the mean of the ranks' steps is not the step of the mean gradient.
+# Both algorithms give the same weights only with plain SGD, whose step is the gradient times the learning rate.
 # ````
 
 # %% tags=["hide-input"]
@@ -229,7 +228,7 @@ show.table(rows, ["optimizer", "weights after five steps differ by"])
 #
 # This GPT has 35 parameter tensors, a large GPT has hundreds, and most of them are small: biases, and the weights of LayerNorms.
 # Each all-reduce has a latency, so many small all-reduces take longer than one large all-reduce.
-# So the gradients are joined in a few flat tensors, the *buckets*, and each bucket is one message {cite}`li2020ddp`.
+# So the gradients are joined in a few flat tensors, the *buckets*, and each bucket is sent as one message {cite}`li2020ddp`.
 #
 # ![Eight parameters in the module's order are dealt into four buckets from the last to the first: the head alone in bucket 0, block 2 in bucket 1, block 1 in bucket 2, the embedding in bucket 3. Each bucket is one flat tensor and one message.](../figures/data_parallel_buckets.svg)
 #
@@ -248,16 +247,16 @@ show.source(Bucket.copy_gradient, Bucket.start_all_reduce)
 # %% [markdown]
 # Three details that are easy to get wrong:
 #
-# - `zero_grad()` sets `grad` to `None`, and autograd then makes a *new* tensor, which is no view into the bucket. `copy_gradient` scales it, copies it into the bucket, and frees the new tensor.
-# - If this rank did not use a parameter, the bucket still holds the last step's gradient. `start_all_reduce` sets that gradient to zero.
-# - A parameter that *no* rank used must keep `grad=None`. With a gradient of zeros, AdamW's weight decay would change the parameter, which does not happen in one process. So the bucket has one more element for each parameter; the all-reduce sums it, too, so it counts the ranks that have a gradient.
+# - `zero_grad()` sets `grad` to `None`, and autograd then makes a *new* tensor, which is not a view into the bucket. `copy_gradient` writes this tensor, scaled, into the bucket, and frees it.
+# - If this rank did not use a parameter, the bucket still holds the parameter's gradient of the previous step. `start_all_reduce` sets that gradient to zero.
+# - A parameter that *no* rank used must keep `grad=None`. With a gradient of zeros, AdamW's weight decay would change the parameter, which does not happen in one process. So the bucket has one extra element per parameter: after the all-reduce it is positive if any rank had a gradient, else zero.
 #
 # ### Step 3: overlap, sending during backward
 #
 # Backward goes through the layers from the last to the first.
-# The last layer's gradients are ready early, and in step 2 they wait until the first layer's are ready as well.
-# In step 3 a hook on each parameter copies its gradient into its bucket, and a full bucket is sent immediately.
-# `_on_grad_ready` is this hook, and its loop sends the buckets that are full. At the first gradient the hook also makes autograd call `_finalize_backward` when backward is over, through a small class, [BackwardTracker](../code/shardlab/data_parallel/buckets.py).
+# The last layer's gradients are ready first, but in step 2 they wait for the first layer's gradients.
+# In step 3 a hook on each parameter, `_on_grad_ready`, copies the gradient into the bucket, and sends the buckets that are full.
+# At the first gradient the hook also asks autograd, through the class [BackwardTracker](../code/shardlab/data_parallel/buckets.py), to call `_finalize_backward` when backward is over.
 
 # %%
 show.source(DataParallel._on_grad_ready, DataParallel._finalize_backward)
@@ -265,12 +264,12 @@ show.source(DataParallel._on_grad_ready, DataParallel._finalize_backward)
 
 # %% [markdown]
 # Buckets are sent in one fixed order, the same on all ranks.
-# Suppose that rank 0 used layer A before B, rank 1 used B before A, and each rank sent the bucket first that is full first.
+# Suppose that rank 0 used layer A before B, rank 1 used B before A, and each rank sent a bucket as soon as it is full.
 # Then rank 0's bucket A would be added to rank 1's bucket B.
-# So a full bucket waits for those before it.
-# Bucket 0 holds the last parameters, because their gradients are ready first: so the order is reversed.
+# So a full bucket waits for the buckets before it.
+# Bucket 0 holds the last parameters, because their gradients are ready first: hence the reversed order.
 #
-# The pictures show one step. A cell has the colour of the rank whose gradients it holds, four stripes are the average, and a thick outline marks data that has just arrived.
+# The pictures show one step. A cell has the colour of the rank whose gradients it holds, four stripes mark the average, and a thick outline marks data that has just arrived.
 #
 # :::{step-through} A step of data parallelism on four ranks, four buckets
 # 1. ![Before the step: a table with a row for each of four ranks and a column for each bucket of gradients: embedding, block 1, block 2 and head. Each rank has its own share of the batch, all have the same weights, and there are no gradients.](../figures/steps/data_parallel_1.svg)
@@ -291,7 +290,7 @@ show.source(DataParallel._on_grad_ready, DataParallel._finalize_backward)
 #
 # 5. ![Backward of block 1, while the gradients of block 2 are all-reduced. The head's are the average over all four ranks now.](../figures/steps/data_parallel_5.svg)
 #
-#    The head's gradients are averages now. Block 2's are being sent, and the ranks compute the backward of block 1.
+#    The head's gradients are averages now. Block 2's gradients are being sent, and the ranks compute the backward of block 1.
 #
 # 6. ![Backward of the embedding, while the gradients of block 1 are all-reduced. Those of block 2 and the head are averages.](../figures/steps/data_parallel_6.svg)
 #
@@ -306,12 +305,12 @@ show.source(DataParallel._on_grad_ready, DataParallel._finalize_backward)
 #    All gradients are averages, the same on all ranks. So all optimizers make the same step, and the weights stay equal.
 # :::
 #
-# The picture shows the gain of overlap. Both timelines are from one real run, and show one of two ranks with an emulated link of 1 Gbit/s between them.
-# Each piece of backward ends when a bucket became full.
+# The picture shows the gain of overlap. Both timelines are from one real run, and show one of two ranks. The link ("wire") between them is emulated, with 1 Gbit/s.
+# Each piece of backward ends when a bucket is full.
 #
 # ![Timeline of one training step on two ranks over a slow link, twice. Above, the gradients are sent after the backward pass, and the ranks wait for them. Below, each bucket of gradients is sent while the backward pass still computes the next ones, and the step ends sooner.](../figures/data_parallel_overlap.svg)
 #
-# [Below](#seconds-overlap) the gain is measured on this machine, and also a case without gain.
+# [Below](#seconds-overlap), this gain and a case without gain are measured on this machine.
 #
 # ## Five steps equal one process
 #
@@ -320,7 +319,7 @@ show.source(DataParallel._on_grad_ready, DataParallel._finalize_backward)
 # - *share by share*: it computes the gradients of one rank's share after another, divides each by $N$ and adds them up: the same arithmetic in the same order.
 # - *joined*: it computes the whole batch at once: the same mathematics, but matrix products over more rows add up their terms in another order.
 #
-# The table compares with both, and with PyTorch's `DistributedDataParallel` (DDP), over five AdamW steps, also with a short last batch. The same arithmetic in the same order gives exactly 0. Elsewhere the difference is rounding, and float64 makes it nine digits smaller.
+# The table compares `DataParallel` with both, and with PyTorch's `DistributedDataParallel` (DDP), over five AdamW steps, also with a short batch on one rank. The same arithmetic in the same order gives exactly 0. All other differences are rounding.
 
 # %% tags=["hide-input"]
 # Compares gradients and weights with one process and torch's DDP
@@ -383,22 +382,22 @@ show.table(rows, head, caption="Largest differences over five steps")
 
 
 # %% [markdown]
-# A difference of 1e-6 looks small, but proves nothing. Float64 is the proof: with its nine more digits every difference from rounding is nine digits smaller,
+# A difference of 1e-6 looks small, but proves nothing. Float64 is the proof: it has nine more digits, so every difference from rounding is nine digits smaller,
 # but the error of a wrong formula would not change.
 #
 # Why is the difference not zero? Because $(a+b)+c$ and $a+(b+c)$ round differently.
 # On two ranks every sum is $a+b$, and our gradients equal torch's bit for bit.
-# On four ranks, a ring begins the sum of each piece of the buffer at another rank.
+# On four ranks, a ring begins the sum of each piece of the buffer at a different rank.
 # Over thousands of steps such differences grow until the last digits of the losses differ, as they do between two runs on one GPU with different kernels.
 # Such differences between runs are normal. Weights that differ between *ranks of one run* are an error.
 # How far rounding moves a tensor of *your* model can be measured: [Parity](parity.md#rule-1-rounding-is-measured).
 #
-# The [tests](../tests/test_data_parallel.py) make the same comparison with tied weights, a frozen layer, a layer that only some ranks use, a buffer, accumulation, and sub-groups.
+# The [tests](../tests/test_data_parallel.py) make the same comparison with tied weights, a frozen layer, a layer that only some ranks use, a buffer, accumulation, and groups of some ranks.
 #
 # ````{admonition} Checked: "DDP sums the gradients, so divide the learning rate by the number of ranks"
 # :class: checked
 #
-# DDP averages: the gradient above equals that of the joined mean, to the last digits.
+# DDP averages: in the table above its gradient equals the joined batch's, up to rounding.
 # If you sum by mistake, AdamW hides the mistake: its step divides the gradient by the gradient's own size, so a factor of $N$ cancels.
 # Gradient clipping and SGD do not hide it. The table shows the largest change of a weight in a step, with an average and with a sum over four ranks.
 # ````
@@ -442,7 +441,7 @@ show.table(rows, head)
 show.source(assign_buckets, Bucket)
 
 # %% [markdown]
-# `DataParallel` copies rank 0's weights to all ranks at the beginning, sends nothing under `no_sync`, and resets its state on all ranks after an error in backward.
+# `DataParallel` copies rank 0's weights to all ranks when it is created, sends nothing under `no_sync`, and resets its state after an error in backward.
 
 # %%
 show.source(DataParallel)
@@ -453,9 +452,9 @@ show.source(DataParallel)
 # ### Messages and bytes
 #
 # A ring all-reduce of $S$ bytes sends $2\frac{N-1}{N}S$ bytes from each rank ([Collectives](collectives.md)), whatever the batch size.
-# So the three steps should send the same bytes, in different numbers of messages.
-# Step 1 sends one message per parameter; steps 2 and 3 send one per bucket, each with four more bytes per parameter.
-# The last two columns compare with an independent count: the bytes that the operating system's loopback interface transmitted.
+# So the three steps should send the same gradients, in different numbers of messages.
+# Step 1 sends one message per parameter; steps 2 and 3 send one per bucket, with the extra element (four bytes) of each parameter.
+# The last two columns compare the prediction with an independent count: the bytes that the operating system's loopback interface transmitted.
 
 # %% tags=["hide-input", "measured"]
 # Table: messages and bytes of the three steps, predicted and measured
@@ -528,7 +527,7 @@ show.table(
 )
 
 # %% [markdown]
-# The next table has the time of the same exchange on an emulated wire, predicted and measured.
+# The next table has the time of the same messages on an emulated link, predicted and measured.
 # A message of $S$ bytes takes $\alpha + \beta S$ seconds: $\alpha$ is the latency, here 2 ms, and $\beta$ the seconds per byte, at 1 GB/s one nanosecond.
 
 # %% tags=["hide-input", "measured"]
@@ -594,7 +593,7 @@ show.table(
 # ### Memory
 #
 # In units of the weights' size, one process with AdamW holds 1 for weights, 1 for gradients and 2 for AdamW's two moments.
-# Data parallelism does not reduce this. It should not add to it either, as long as the gradients are views into the buckets.
+# Data parallelism reduces none of these. It adds nothing, as long as the gradients are views into the buckets.
 
 # %% tags=["hide-input"]
 # Table: memory in units of the weights, predicted and measured
@@ -647,17 +646,17 @@ show.table(
 # %% [markdown]
 # The buckets stay when `zero_grad()` frees gradients: between steps and in forward a rank holds one unit more than one process.
 # Forward also makes activations, so this unit can raise the peak.
-# Eight ranks hold eight copies of all four units. [ZeRO](zero.md) keeps one copy, cut into shards.
+# Eight ranks hold eight copies of all four units. [ZeRO](zero.md) keeps one copy, sharded over the ranks.
 #
 # (seconds-overlap)=
 # ### Seconds: overlap
 #
 # Overlap saves only the time in which cores *wait*.
 # On this machine's loopback the cores copy all bytes themselves, so if every core is busy there is no waiting.
-# On a slow link the cores wait for the wire.
+# On a slow link the cores wait for messages.
 #
-# The table has both links, measured in one run, with and without overlap in turn.
-# The link is emulated: the all-reduces are real, and each is reported as complete only when it would be on a wire of 50 µs and 1 Gbit/s ([link](../code/shardlab/measure/link/__init__.py)).
+# The table has both links, measured in one run, in which steps with and without overlap alternate.
+# The slow link is [emulated](../code/shardlab/measure/link/__init__.py): the all-reduces are real, but each is reported as complete only when a link of 50 µs and 1 Gbit/s would have finished it.
 
 # %% tags=["hide-input", "measured"]
 # Table: a step with and without overlap, on loopback and a slow link
@@ -674,7 +673,7 @@ for name, run in runs.items():
     ratios[name] = medians["with"] / medians["without"]
     cells = (f"{1e3 * s:.0f}" for s in medians.values())
     rows.append((name, *cells, f"{ratios[name]:.2f}"))
-# About 0.7 and 1 on a quiet machine. A busy one computes slower, and has less to hide.
+# Below 1 at 1 Gbit/s, about 1 on loopback. A busy machine has less to hide.
 less = ratios["1 Gbit/s"]
 show.check_timing(less < 0.95, "at 1 Gbit/s overlap takes less than 95 % of the time")
 show.check_timing(
@@ -700,23 +699,23 @@ show.figure(
 # ````{admonition} Checked: "overlap makes communication free"
 # :class: checked
 #
-# On a slow link backward overlaps most of the wire's time: the last row above, close to 0.7.
-# The last bucket is not overlapped, nor is time beyond the end of backward. In forward nothing can be sent, because no gradient exists yet.
-# If all cores are busy, as in the first row, overlap gains nothing: communication is work for them.
-# On GPUs the copies are done by other units, but an all-reduce still takes some of the GPU's own processors and some of its memory's bandwidth. So matrix products are slower during an all-reduce.
+# On a slow link most of the sending overlaps backward, so the ratio in the last row above is below 1.
+# The last bucket is not overlapped, and neither is any sending after the end of backward. In forward nothing can be sent, because no gradient exists yet.
+# If all cores are busy, as in the first row, overlap gains nothing: communication is work for the cores, too.
+# On GPUs other units do the copying, but an all-reduce still takes some of the GPU's own processors and memory bandwidth. So matrix products are slower during an all-reduce.
 # ````
 #
 # ### Seconds: more ranks
 #
-# The time of forward and backward is proportional to the rank's share of the batch. The wire takes $2(N-1)(\alpha + \beta S/N)$ for a bucket of $S$ bytes.
-# Buckets follow each other on the wire, and a bucket cannot be sent before it is full. These rules are the whole model of a step's time:
+# The time of forward and backward is proportional to the rank's share of the batch. A bucket of $S$ bytes takes $2(N-1)(\alpha + \beta S/N)$ on the link.
+# The link sends one bucket after another, and a bucket only once it is full. The model of a step's time has only these rules:
 
 # %%
 show.source(predict_step_seconds)
 
 # %% [markdown]
-# Eight ranks that compute on two cores would wait for a core, not for the wire.
-# So in this measurement the layers *sleep* instead of computing, for as long as their share of the batch would take. The messages are real, and the wire is emulated.
+# Eight ranks that compute on two cores would wait for a core, not for the link.
+# So in this measurement the layers *sleep* instead of computing, for as long as their share of the batch would take. The messages are real, and the link is emulated.
 # We measure two cases:
 #
 # - *fixed batch*: each of $N$ ranks computes $1/N$ of one batch. The aim is the same training in less time.
@@ -811,7 +810,7 @@ head = ["case", "ranks", "predicted (ms)", "measured (ms)", "difference (%)"]
 show.table(rows, [*head, "samples/s, relative to one rank"])
 
 # %% [markdown]
-# The picture has the same numbers, and the times of an infinitely fast wire.
+# The picture has the same numbers, and the times with an ideal, infinitely fast link.
 
 # %% tags=["hide-input", "measured"]
 # Plots the step's time against the number of ranks
@@ -828,7 +827,7 @@ for growing, color in ((True, show.RANK_COLORS[1]), (False, show.RANK_COLORS[0])
     axes.plot(sizes, ideal[growing], color=color, lw=1, ls=":")
     words = "growing batch" if growing else "fixed batch"
     axes.text(8.6, 1e3 * predicted[growing, 8] + 8, words, va="center")
-    axes.text(8.6, ideal[growing][-1] - 8, "without a wire", va="center", fontsize=9)
+    axes.text(8.6, ideal[growing][-1] - 8, "ideal link", va="center", fontsize=9)
 axes.set_xscale("log", base=2)
 axes.set_xticks(sizes, sizes)
 axes.set_xlim(0.9, 14)
@@ -839,16 +838,16 @@ axes.text(1.05, 20, "dots: measured, lines: predicted", fontsize=9)
 show.figure(
     figure,
     "Step time against the number of ranks. With a growing batch it stays nearly "
-    "flat; with a fixed batch it falls to two ranks and rises again, because the wire "
-    "does not get shorter.",
+    "flat; with a fixed batch it falls to two ranks and rises again, because the "
+    "link's time does not shrink.",
     "data_parallel_scaling",
 )
 
 
 # %% [markdown]
-# With a fixed batch the time of computation shrinks as $1/N$, while the wire's time *grows* towards $2S\beta$. Once the wire takes longer than the computation, more ranks make the step slower.
-# With a growing batch every rank computes as long as before, and backward still overlaps the wire's time.
-# This is why data-parallel jobs train with large batches; how large a batch may be before the model learns less per sample is another question {cite}`goyal2017imagenet`.
+# With a fixed batch the time of computation shrinks as $1/N$, while the link's time *grows* towards $2S\beta$. Once the link takes longer than the computation, more ranks make the step slower.
+# With a growing batch every rank computes as long as before, and backward still overlaps the sending.
+# This is why data-parallel jobs train with large batches. With too large a batch the model learns less per sample {cite}`goyal2017imagenet`.
 #
 # ## PyTorch's DistributedDataParallel compared with ours
 #
@@ -861,11 +860,11 @@ show.figure(
 # | order of buckets | reverse of the module's | the same, then the order of the first step's gradients |
 # | gradients inside the buckets | always | `gradient_as_bucket_view=True`; otherwise one unit of memory more |
 # | parameters without a gradient | always allowed | `find_unused_parameters=True`; otherwise an error in the next step |
-# | accumulate | `no_sync()` around all but the last backward | the same, around forward too |
+# | accumulate | `no_sync()` around every backward but the last | the same, around forward too |
 # | end | `destroy_process_group()` | `del model, optimizer` first: on gloo the process may hang otherwise (torch 2.13) |
 # | length | under 300 lines of Python | several thousand of C++ and Python |
 #
-# The table has the times of both on two ranks with buckets of the same size, measured in turn, one step of each.
+# The table has the times of both on two ranks with buckets of the same size; steps of the two alternate.
 
 # %% tags=["hide-input", "measured"]
 # Table: median steps of ours and of torch's DDP
@@ -905,18 +904,18 @@ show.table(rows, ["two ranks, loopback", "median step (ms)"])
 
 # %% [markdown]
 # The weights are equal bit for bit, and the times nearly equal.
-# [The benchmark](../benchmarks/data_parallel.py) repeats this comparison on two and four ranks and on the slow link, with the least time that computation and wire allow.
+# [The benchmark](../benchmarks/data_parallel.py) repeats this comparison on two and four ranks and on the slow link. It also computes the shortest step that computation and messages allow.
 #
 # ## Data: DistributedSampler and set_epoch
 #
-# Each rank must see its own share of every epoch.
+# Each rank must see its own share of the samples in every epoch.
 # `DistributedSampler` distributes the samples in turn: rank $r$ gets the samples $r$, $r+N$, $r+2N$, … of a shuffled list.
 # All ranks shuffle with the same seed, so they have the same list without a message.
 #
 # ![Ten samples dealt to four ranks in turn, in another order in epoch 1 than in epoch 0. Twelve places have to be filled, so two samples appear a second time.](../figures/data_parallel_sampler.svg)
 #
 # Two lines are easily forgotten: the sampler itself, and `set_epoch`, which changes the seed from epoch to epoch.
-# The table counts, for 4 ranks and 1,000 windows, the different windows used in an epoch, and the windows with the same place in the next epoch.
+# The table counts, for 4 ranks and 1,000 windows, the different windows used in an epoch, and the windows that have the same place in the next epoch.
 
 # %%
 def count_seen(sampler, set_epoch, epoch, N=4, windows=1000):
@@ -959,7 +958,7 @@ show.table(
 
 
 # %% [markdown]
-# Without the sampler all four ranks compute the same: the averaged gradient is that of a single rank.
+# Without the sampler all four ranks compute the same gradient, so the average is that of a single rank.
 # No error is raised, and the ranks' weights are equal. The only symptom is that the loss falls as slowly as with one rank.
 # Without `set_epoch` every epoch has the same batches in the same order.
 #
@@ -969,8 +968,8 @@ show.table(
 # ### Loss, printing, saving
 #
 # A rank's loss is the loss of its own share. The number to report is the average over the ranks, an all-reduce of one scalar.
-# Rank 0 alone prints and writes files. If *computing* what it prints needs an all-reduce, all ranks have to take part in it.
-# So in the loop printing and saving are inside `if rank == 0`, and the all-reduce is outside.
+# Rank 0 alone prints and writes files. But if the printed value needs an all-reduce, all ranks have to take part in it.
+# So printing and saving are inside `if rank == 0`, and the all-reduce is outside.
 
 # %%
 def train_and_save(folder):
@@ -1008,7 +1007,7 @@ print("in one process, from the file: loss", round(value, 1))
 
 
 # %% [markdown]
-# So a single process without ranks can load the file.
+# Here a single process without ranks has loaded the file.
 #
 # ## What goes wrong
 #
@@ -1092,7 +1091,7 @@ print(f"weight of the lone window:   {1 / 4:.3f} instead of {1 / 19:.3f}")
 
 # %% [markdown]
 # With language models this happens in every step: padding and packing give every rank a different number of *tokens*.
-# The remedy is `scale_for_global_mean`: it sums the local losses, and divides by the number of tokens of all ranks.
+# The remedy is `scale_for_global_mean`: it divides the sum of the local losses by the number of tokens of all ranks, and multiplies by $N$.
 
 # %%
 show.source(scale_for_global_mean)
@@ -1153,7 +1152,7 @@ print(
 # %% [markdown]
 # ### Choosing the GPU by `RANK`: an error on the second node
 #
-# `RANK` counts over all nodes. GPUs are numbered within a node, and so is `LOCAL_RANK`.
+# `RANK` counts over all nodes; `LOCAL_RANK` and the GPUs' numbers count within a node.
 # Which ranks work on two nodes with four GPUs each?
 
 # %% tags=["hide-input"]
@@ -1202,7 +1201,7 @@ print(
 # %% [markdown]
 # ### A rank that skips an all-reduce, and ranks with different models
 #
-# **A rank skips a bucket**, for example under a condition that is true only on that rank. It never joins the bucket's all-reduce.
+# **A rank skips a bucket**, for example under a condition that is true only on that rank, and never joins the bucket's all-reduce.
 
 # %%
 def skips_one():
@@ -1234,7 +1233,7 @@ assert catch_failure(skips_one) == [1]
 
 # %% [markdown]
 # In a real job rank 1 would not return but continue with its next step.
-# Its next bucket 0 would be added to the other ranks' last bucket, or all ranks would wait until the timeout, ten minutes with nccl.
+# Then its bucket 0 would be added to the other ranks' last bucket, or all ranks would wait until the timeout, ten minutes with nccl.
 #
 # **The ranks built different models.** Without a check, the broadcast at the start would hang, or write one tensor's values into another. `DataParallel`, like torch's DDP, compares shapes first, and raises an error on every rank.
 
@@ -1259,17 +1258,17 @@ assert ranks.run(different_models, 2) == ["refused", "refused"]
 #
 # It cannot, as the skipped bucket above shows; it must take part with zeros.
 # The zeros count in the average: if one of two ranks used a layer, both get *half* of that rank's gradient. Half is right: it is the gradient of the joined mean.
-# A row of [the contract table](../tests/rows.py) compares it with one process.
+# A [test](../tests/rows.py) compares this average with one process.
 # ````
 #
 # ## When to use it
 #
 # | advantages | disadvantages |
 # |---|---|
-# | The model's code does not change: one line wraps the model | The whole model and its optimizer must fit on one GPU: 4 units on every rank (measured above), 16 bytes per parameter |
-# | Backward overlaps the wire's time: at 1 Gbit/s a step takes about 0.7 of the time | Overlap gains nothing if cores do the copying: about 1.0 on loopback |
-# | Bytes per rank stay below $2S$, however many ranks | With a fixed batch more ranks stop helping: here beyond 2 to 4 ranks, when the wire takes longer than backward |
-# | Results equal those of one process up to rounding; on two ranks they equal DDP's bit for bit | All ranks wait for the slowest: 0.1 s on one rank costs all ranks 0.1 s, in every step |
+# | The model's code does not change: one line wraps the model | The whole model and its optimizer must fit on one GPU: 16 bytes per parameter on every rank, 4 times the weights (measured above) |
+# | Sending overlaps backward: at 1 Gbit/s this makes a step shorter (measured above) | Overlap gains nothing if busy cores do the copying, as on loopback |
+# | Bytes per rank stay below $2S$, however many ranks | With a fixed batch more ranks stop helping: here beyond 2 to 4 ranks, when sending takes longer than backward |
+# | Results equal those of one process up to rounding; on two ranks they equal DDP's bit for bit | All ranks wait for the slowest: a rank that is 0.1 s late makes all ranks 0.1 s late, in every step |
 #
 # In a real job, four checks show that data parallelism is set up right:
 #
@@ -1324,8 +1323,8 @@ check(answer, "ddp_bytes")
 # :label: ex-data-parallel-floor
 # ```
 #
-# Forward takes 0.04 s, backward 0.05 s, and the wire is busy for 0.10 s. There are very many, very small buckets, and latency is zero.
-# How long do forward, backward and the exchange take together at best?
+# Forward takes 0.04 s, backward 0.05 s, and the link is busy for 0.10 s. There are very many, very small buckets, and latency is zero.
+# How long do forward, backward and sending take together at best?
 
 # %%
 answer = ...  # seconds
@@ -1340,7 +1339,7 @@ check(answer, "overlap_floor")
 # :class: dropdown
 # ```
 #
-# The wire can start when backward starts, and takes longer than backward.
+# Sending can start when backward starts, and takes longer than backward.
 
 # %%
 answer = 0.04 + max(0.05, 0.10)
@@ -1351,7 +1350,7 @@ check(answer, "overlap_floor")
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} As one process would (medium)
+# ```{exercise-start} Gradients of unused parameters (medium)
 # :label: ex-data-parallel-average
 # ```
 #
@@ -1438,7 +1437,7 @@ check(my_joined_loss)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} Accumulate without waste (hard)
+# ```{exercise-start} Accumulate, and send once (hard)
 # :label: ex-data-parallel-accumulate
 # ```
 #
@@ -1485,7 +1484,7 @@ check(my_accumulate)
 # ```
 #
 # On `n` ranks a ring all-reduces `size` bytes of gradients over links of `bandwidth` bytes per second. A micro-batch takes `forward` and `backward` seconds, and fills the memory. All but the last micro-batch of a step run inside `no_sync()`; the last backward overlaps the all-reduce for as long as it runs.
-# Return the least number of micro-batches with which ranks wait for at most `fraction` of the step. Ignore latency and the first bucket's backward.
+# Return the smallest number of micro-batches with which ranks wait for at most `fraction` of the step. Ignore latency, and the time until the first bucket is full.
 
 # %%
 def my_micro_batches(size, n, bandwidth, forward, backward, fraction):
@@ -1506,7 +1505,7 @@ check(my_micro_batches)
 #
 # The all-reduce takes $w$ seconds longer than one backward, and the ranks wait for $w$ seconds per step, however many micro-batches there are.
 # With $m$ micro-batches of $f$ seconds of forward and $b$ of backward, waiting is $w / (w + m (f + b))$ of the step.
-# So a slow link needs a larger batch, and a larger batch needs another learning rate.
+# So a slow link needs more micro-batches, and the larger batch needs another learning rate.
 
 # %%
 def my_micro_batches(size, n, bandwidth, forward, backward, fraction):
@@ -1525,8 +1524,8 @@ check(my_micro_batches)
 #
 # ## Summary
 #
-# - Every rank holds the whole model; averaged gradients keep the copies equal, and equal to one process on the joined batch.
-# - The average is right because a loss is a mean; with unequal batches, divide by the count of all ranks together.
+# - Every rank holds the whole model; averaged gradients keep the replicas equal, and equal to one process on the joined batch.
+# - The average is right because a loss is a mean; with unequal batches, divide by the samples of all ranks.
 # - Buckets save latency, and hooks overlap communication with backward; neither saves bytes or memory.
 # - A rank sends $2\frac{N-1}{N}S$ bytes per step, whatever the batch; so give each rank a batch whose backward takes longer than the sending.
 # - Every rank calls every all-reduce, in the same order, with or without a gradient.
@@ -1536,6 +1535,6 @@ check(my_micro_batches)
 #
 # - {cite:t}`li2020ddp`: the design that this lesson rebuilds, with measurements on up to 256 GPUs; sections 3.2.1 to 3.2.4 are steps 1 to 3 and `no_sync`.
 # - {cite:t}`sergeev2018horovod`: the ring all-reduce in deep learning; its fusion buffer is a bucket.
-# - {cite:t}`goyal2017imagenet`: large batches, learning rates that grow with them, and a list of pitfalls that overlaps with the one above.
+# - {cite:t}`goyal2017imagenet`: large batches, learning rates that grow with them, and a list of pitfalls, some of them shown above.
 # - {cite:t}`patarasuk2009ring`: why no all-reduce sends less than $2\frac{N-1}{N}S$.
-# - {cite:t}`rajbhandari2020zero`: ZeRO, which divides the copies' states.
+# - {cite:t}`rajbhandari2020zero`: ZeRO, which shards the replicas' states.

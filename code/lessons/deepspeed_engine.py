@@ -24,8 +24,8 @@
 # - save on two ranks and resume on one or four, and say when stage 3 is worth its traffic.
 #
 # Two ranks train for five steps with a configuration of four lines, and their losses equal one process's to the seventh digit.
-# Then one of the four lines is left out, a line that switches something *off*. Now the losses differ in the third digit.
-# There is no error and no warning. With a version half a year older, the losses would not have differed.
+# Then one of the four lines, which switches something *off*, is left out. Now the losses differ in the third digit, without an error or a warning.
+# With a DeepSpeed version half a year older, the losses would not have differed.
 
 # %% tags=["hide-input"]
 # Imports, the small model, and what one process computes
@@ -111,8 +111,8 @@ LOSSES, WEIGHTS = one_process()
 #
 # ## The plain script: initialize, backward, step
 #
-# DeepSpeed's `initialize` takes a model, an optimizer and a dictionary, and gives back an *engine*.
-# You call the engine as you would call the model, and then its `backward` and its `step`.
+# DeepSpeed's `initialize` takes a model, an optimizer and a dictionary, and returns an *engine*.
+# You call the engine like the model, and then its `backward` and its `step`.
 # The script averages no gradients and calls no `zero_grad`: the engine does both.
 
 # %%
@@ -162,17 +162,17 @@ for name, results in (("four lines: ", with_all), ("three lines:", without)):
 print("one process: " + ", ".join(f"{value:.4f}" for value in LOSSES))
 
 # %% [markdown]
-# The plain script moves nothing to a GPU, accumulates nothing, and checks no key of its dictionary, so a misspelt key is accepted.
-# On a CPU DeepSpeed also compiles a C++ extension, with a compiler, when it first joins a process group. `de.import_deepspeed()` prevents this.
+# The plain script moves nothing to a GPU, accumulates no gradients, and checks no key of its dictionary, so a misspelt key is accepted.
+# On a CPU DeepSpeed also compiles a C++ extension when it first joins a process group. `de.import_deepspeed()` prevents this.
 #
 # ## What the engine does in forward, backward and step
 #
-# The engine works in the three calls of a training step, and keeps all states between steps.
+# The engine works in three calls per training step, and keeps all states between steps.
 #
 # ![Three columns, one per call. engine(tokens): stage 3 gathers each layer's parameters, computes and frees them. engine.backward(loss): divides by the accumulation, averages the gradients over the ranks, or reduce-scatters them. engine.step(): at the last micro-batch clips, steps and makes the new weights known; before that it only counts. Below, where each state lives: parameters, gradients and optimizer states are whole on every rank at stage 0; stage 1 cuts the optimizer, stage 2 the gradients, stage 3 the parameters; offload moves what is cut to the host.](../figures/deepspeed_engine_wraps.svg)
 #
-# You know each of these mechanisms: averaging from [Data parallelism](data_parallel.md), the stages from [ZeRO](zero.md).
-# With DeepSpeed a dictionary chooses among them {cite}`rasley2020deepspeed`. So this lesson explains the dictionary.
+# You know these mechanisms: averaging from [Data parallelism](data_parallel.md), the stages from [ZeRO](zero.md).
+# With DeepSpeed a dictionary chooses among them {cite}`rasley2020deepspeed`. This lesson explains the dictionary.
 #
 # From here on the page uses the course's [wrappers](#the-module-wrappers-around-deepspeeds-calls) `de.initialize` and `de.step`.
 # `de.initialize` calls DeepSpeed's; it also chooses the device, checks the number of ranks, and keeps DeepSpeed from printing. `de.step` is the loop above, over the micro-batches of one optimizer step.
@@ -180,7 +180,7 @@ print("one process: " + ", ".join(f"{value:.4f}" for value in LOSSES))
 # ## The configuration, line by line
 #
 # DeepSpeed reads JSON, or a dictionary of the same content.
-# You can write it by hand, as above. The course builds it from a layout and some arguments, and checks it against DeepSpeed's own schema before any rank starts.
+# You can write it by hand, as above. `de.build_config` builds it from a layout and some arguments, and checks it against DeepSpeed's own schema before any rank starts.
 
 # %%
 layout = Layout(dp=2, zero=3, offload="parameters", micro_batch=2)
@@ -192,7 +192,7 @@ for name, value in settings.items():
 # %% [markdown]
 # | line | what it does | when you leave it out |
 # |---|---|---|
-# | `train_micro_batch_size_per_gpu` | sequences that one copy of the model computes at a time: sets the activations' memory | computed from the next two |
+# | `train_micro_batch_size_per_gpu` | sequences that one copy of the model computes at a time: determines the activations' memory | computed from the next two lines |
 # | `gradient_accumulation_steps` | micro-batches per optimizer step | computed, or 1 |
 # | `train_batch_size` | sequences per optimizer step, over all copies | computed |
 # | `gradient_clipping` | largest allowed global norm of the gradients | **1.0** since version 0.19.3: your gradients are clipped; before, 0.0 |
@@ -202,7 +202,7 @@ for name, value in settings.items():
 # | `zero_allow_untested_optimizer` | accept an optimizer that was not tested with ZeRO: any but DeepSpeed's own and torch's Adam, AdamW and Adagrad | false: such an optimizer is refused from stage 1 on |
 # | `steps_per_print` | how often to log progress: here never | no progress is logged |
 #
-# The fourth row, `gradient_clipping`, is the line that was left out in the three-line run.
+# The three-line run above left out the fourth row, `gradient_clipping`.
 #
 # ````{admonition} Checked: "without a clipping line there is no clipping"
 # :class: checked
@@ -255,7 +255,7 @@ show.table(
 
 # %% [markdown]
 # Clipping is sensible. But if only one of two frameworks clips, their losses differ, as if one had a bug.
-# With AdamW the difference shows only after a few steps. A factor that is the same in all steps cancels in AdamW; clipping has a different factor in each step, and the moments mix gradients of several steps.
+# With AdamW the difference shows only after a few steps. A gradient factor that is the same in all steps cancels in AdamW; but clipping has a different factor in each step, and AdamW's moments mix gradients of several steps.
 #
 # ## The batch arithmetic
 #
@@ -271,8 +271,8 @@ show.table(
 #
 # ![Two ranks, each with two micro-batches of two sequences, one after the other. Micro-batch two, times accumulation two, times two copies: a train batch of eight sequences, and one optimizer step.](../figures/deepspeed_engine_batch.svg)
 #
-# Give two of the three, and DeepSpeed works the third out. If you give all three, the equation must hold.
-# In the next cell the equation does not hold, and the error message shows the product.
+# If you give two of the three, DeepSpeed computes the third. If you give all three, the equation must hold.
+# In the next cell it does not hold, and the error message shows the product.
 
 # %%
 def catch_refusal(settings):
@@ -300,11 +300,11 @@ assert "7 != 2 * 1 * 2" in message
 
 
 # %% [markdown]
-# This error is common when a job moves from 8 to 16 GPUs, and its file still has all three numbers. If you leave `gradient_accumulation_steps` out, the batch of an optimizer step stays the same.
+# This error is common when a job moves from 8 to 16 GPUs and its file has all three numbers. If you leave `gradient_accumulation_steps` out, the batch of an optimizer step stays the same.
 #
 # ## Every stage equals one process
 #
-# The next cell trains five steps of AdamW at every stage, with offload, accumulation or bf16, and compares losses and weights with one process.
+# The next two cells train five steps of AdamW at every stage, also with offload, accumulation or bf16, and compare losses and weights with one process.
 # One run starts all engines, one after another.
 
 # %%
@@ -356,7 +356,7 @@ show.table(
 
 
 # %% [markdown]
-# Stages and offload change *where* numbers are kept, and not the arithmetic, as in [the course's own ZeRO](zero.md).
+# Stages and offload change *where* tensors are kept, not the arithmetic, as in [the course's own ZeRO](zero.md).
 # Accumulation gives the same gradients, too: `engine.backward` divides each micro-batch's loss by the number of micro-batches, and `engine.step` does nothing until the last micro-batch.
 #
 # The bf16 row differs more. Forward and backward have eight bits of precision. The engine keeps float32 *master weights*, updates them in the step, and rounds them to bf16 for the next forward.
@@ -367,9 +367,9 @@ show.table(
 #
 # ## Communication buffers: `reduce_bucket_size` and `overlap_comm`
 #
-# The states of each stage are predicted in [Memory](memory.md) and [ZeRO](zero.md).
+# [Memory](memory.md) and [ZeRO](zero.md) predict the model states of each stage.
 # From stage 1 on, DeepSpeed also allocates a *bucket*, a buffer that collects gradients until they are sent. Its size does not depend on your model.
-# `reduce_bucket_size` is its number of elements, by default $5\cdot10^8$. So the buffer takes
+# `reduce_bucket_size` is the bucket's number of elements, by default $5\cdot10^8$. So the buffer takes
 #
 # $$
 # \text{bytes} = \texttt{reduce_bucket_size} \times \text{bytes of the type that is reduced} \times (2 \text{ with } \texttt{overlap_comm})
@@ -438,7 +438,7 @@ show.table(rows, [*head, "the rest: states, activations (MB)"])
 #
 # On its own the section changes nothing: it says *how* to recompute, not *which modules*.
 # The model's code has to call `deepspeed.checkpointing.checkpoint` around each block, which `de.enable_recompute` does for the course's GPT.
-# The table counts the bytes that are saved for backward: without the section, with it, and with the call.
+# The table counts the bytes that are saved for backward: without the section, with the section, and with section and call.
 # ````
 
 # %%
@@ -446,7 +446,7 @@ show.source(de.enable_recompute)
 
 
 # %% [markdown]
-# The next cell counts the bytes, and computes the loss after a step, which recomputation must not change.
+# The next cell counts the bytes, and computes the loss after a step. Recomputation must not change this loss.
 
 # %%
 def saved_bytes():
@@ -484,16 +484,16 @@ show.table(rows, ["asked for", "saved for backward (kB)", "loss after one step"]
 
 # %% [markdown]
 # With the call, only each block's input is still saved, and the activations outside the blocks. The loss is the same: recomputation repeats the same arithmetic.
-# Hugging Face models have a method of their own, `model.gradient_checkpointing_enable()`, which uses torch's recomputation; then DeepSpeed's section has no effect.
+# Hugging Face models have their own method, `model.gradient_checkpointing_enable()`. It uses torch's recomputation, so DeepSpeed's section has no effect.
 #
 # ## Tensor and pipeline parallelism in DeepSpeed
 #
-# The engine can cut a model inside each matrix, and between layers.
+# The engine can shard each matrix, and split the layers into stages.
 #
-# **Automatic tensor parallelism.** You give the number of ranks, and name patterns for the matrices that are cut by columns or by rows. For well-known models DeepSpeed has the patterns.
-# **[Pipeline](pipeline.md).** The model becomes a list of layers, a `PipelineModule`, and each stage keeps its part. Here `train_batch` replaces forward, backward and step.
+# **Automatic tensor parallelism.** You give the number of ranks, and patterns for the names of the matrices that are cut by columns or by rows. For well-known models DeepSpeed has the patterns.
+# **[Pipeline](pipeline.md).** The model becomes a list of layers, a `PipelineModule`, and each stage keeps its part. Then `train_batch` replaces forward, backward and step.
 #
-# The cell runs both on two ranks, and counts the parameters of each rank.
+# The cell runs both on two ranks, and counts each rank's parameters.
 
 # %%
 def train_cut(kind):
@@ -547,8 +547,8 @@ show.table(rows, head, caption=f"Whole model: {full:,} parameters, ffn.up (256, 
 # ````{admonition} Checked: "train_batch_size is the batch that the optimizer sees"
 # :class: checked
 #
-# This is wrong with automatic tensor parallelism. Both runs above have four sequences in each step; the next line prints the batch that the engine reports.
-# With tensor parallelism DeepSpeed 0.19.8 multiplies by *all* ranks, as if each had a copy. With the pipeline its number is right.
+# This is wrong with automatic tensor parallelism. Both runs above have four sequences in each step; the next cell prints the batch that the engine reports.
+# With tensor parallelism DeepSpeed 0.19.8 multiplies by *all* ranks, as if each had a copy. With the pipeline the reported batch is right.
 # Both train correctly. But a learning rate that you scale with `train_batch_size` is wrong, and a dictionary with all three numbers is accepted only if one of them is wrong. `de.build_config` leaves `train_batch_size` out when `tp`, the number of ranks of tensor parallelism, is above 1.
 # ````
 
@@ -640,7 +640,7 @@ show.table(
 
 
 # %% [markdown]
-# On two ranks both kinds of checkpoint continue with the same bits; on one and on four ranks the difference is rounding.
+# On two ranks training continues with the same bits from both kinds of checkpoint; on one and on four ranks the difference is rounding.
 # Without the conversion, DeepSpeed refuses a different number of ranks, as the next cell shows.
 
 # %%
@@ -699,24 +699,22 @@ show.source(de.load_checkpoint, de.to_universal)
 #
 # The lab's model, `lab.TINY`, is a Llama of Hugging Face's `transformers` with 3.1 million parameters ([counted below](#operations-predicted-and-counted)). Its weights are random, so nothing is downloaded.
 # `python -m shardlab.deepspeed_engine.lab --ranks 2` runs all eight configurations, each ZeRO stage among them; `--precision bf16` runs them with 16-bit weights.
-# Each configuration first generates text, greedily and with a cache, and then trains the same weights.
-# Times are the slowest rank's: the median of three generations, and the sum of the training steps after the first.
+# Each configuration first generates text, greedily and with a cache, and then trains, from the same weights.
+# Times are the slowest rank's: the median of three generations, and the sum of the training steps after the first one.
 # This page compares four:
 #
 # - **one process**: plain torch, without DeepSpeed;
 # - **data parallel**: a copy on each rank, the batch divided;
-# - **ZeRO-3, offload**: the batch divided, and all states sharded and kept in the host's memory;
-# - **tensor parallel**: one copy cut over two ranks, the whole batch on each.
+# - **ZeRO-3, offload**: the batch divided, all states sharded and kept in the host's memory;
+# - **tensor parallel**: one copy sharded over two ranks, the whole batch on each.
 #
-# With ZeRO-3 no rank ever holds the whole model. Under `deepspeed.zero.Init` each parameter is sharded as soon as it is made, and the weights are read from their file one tensor at a time:
+# With ZeRO-3 no rank ever holds the whole model. Under `deepspeed.zero.Init` each parameter is sharded as soon as it is made, and the weights are read from the file one tensor at a time:
 
 # %%
 show.source(lab._load_sharded_llama)
 
 # %% [markdown]
 # The other configurations build the whole model first: the last column of the next table has the peak bytes while building.
-#
-# The cell runs and times the four.
 
 # %% tags=["measured"]
 task = lab.Task(batch=4, prompt=32, new=8, seq=64, steps=3)
@@ -729,7 +727,7 @@ print(", ".join(f"{what}: {value}" for what, value in count.describe_machine()))
 breakdown.show_table(reports, caption="Two ranks that share one machine")
 
 # %% [markdown]
-# Arithmetic intensity, on the right, does not depend on the machine. Speed depends on it: here two ranks run on two cores, and with such a small model most of the time is overhead.
+# Arithmetic intensity (FLOP/byte) does not depend on the machine. Speed does: here two ranks run on two cores, and with such a small model most of the time is overhead.
 
 # %% tags=["hide-input", "measured"]
 # Draws speed and intensity of the four configurations
@@ -760,8 +758,8 @@ for way, (inference, training) in ways.items():
 show.table(rows, ["way", "generated tokens that agree", "losses differ by"])
 
 # %% [markdown]
-# Tensor parallelism and ZeRO combine: four ranks are two copies, each cut in two, and the optimizer states are sharded over the copies.
-# A configuration that runs out of memory does not end the others. Here each rank may hold 60 MB: with data parallelism a rank needs a few MB more, with ZeRO-3 less.
+# Tensor parallelism and ZeRO combine: four ranks hold two copies, each sharded over two ranks, and the optimizer states are sharded over the copies.
+# A configuration that runs out of memory does not end the others. Here each rank may hold 60 MB: data parallelism needs a few MB more, ZeRO-3 needs less.
 
 # %%
 mixed = lab.run("mixed", 4, task)
@@ -781,16 +779,16 @@ print(
 )
 
 # %% [markdown]
-# The columns, and two observations:
+# Two columns, and two observations:
 #
 # - **TFLOP/s** counts useful operations: 6 per parameter and token in training, 2 in inference, and those of attention. The formula is compared with torch's own counter below.
 # - **FLOP/byte** is the arithmetic intensity: operations per byte that is read from memory or written to it. The count includes weights at each pass, gradients, optimizer states, the cache, and with ZeRO-3 the gathered weights, but no activations. [The roofline](gemm.md#from-bytes-to-seconds-the-roofline) derives the attainable speed from it.
-# - **Inference** reads all weights for one token of each sequence, so its intensity is low. With a divided batch it is lower still: each copy reads all weights for half the sequences. Tensor parallelism divides the weights instead, and keeps most of the intensity.
-# - **ZeRO-3** gathers all parameters again for each generated token, so it suits generation only where nothing else fits. Here it is the slowest row in training as well: each gather is for only 128 tokens. The [number of tokens](#when-stage-3-is-worth-its-traffic) that hides a gather is derived below.
+# - **Inference** reads all weights for one token of each sequence, so its intensity is low. With a divided batch the intensity is lower still: each copy reads all weights for half the sequences. Tensor parallelism divides the weights instead, and keeps most of the intensity.
+# - **ZeRO-3** gathers all parameters again for each generated token, so it suits generation only where nothing else fits. Here ZeRO-3 is the slowest row in training as well: each gather serves only 128 tokens. A later section derives the [number of tokens](#when-stage-3-is-worth-its-traffic) that hides a gather.
 #
 # ### Operations, predicted and counted
 #
-# The cell counts a training step with its backward pass, and a generation with its cache.
+# The cell counts a training step, backward included, and a generation with its cache.
 
 # %%
 llama = lab.build_llama(attn_implementation="eager")
@@ -817,12 +815,12 @@ head = ["", "predicted (FLOP)", "counted by torch (FLOP)", "difference"]
 show.table(rows, head, caption=f"TINY: {llama.num_parameters():,} parameters")
 
 # %% [markdown]
-# Both the counter and the formula count matrix products alone.
+# Both the counter and the formula count only matrix products.
 # Attention is set to `eager`, since on a CPU the counter does not see the products inside a fused kernel.
 #
 # ## Memory and traffic of each setting, with your numbers
 #
-# Put in your model and your GPUs. The cell predicts the bytes that each setting takes on a GPU and on the host. It also predicts the bytes that each rank sends, per parameter and step, for 16-bit gradients and parameters.
+# Put in your model and your GPUs. The cell predicts the bytes that each setting takes on a GPU and on the host, and the bytes that each rank sends, per parameter and step, for 16-bit gradients and parameters.
 
 # %%
 params, gpus = 7e9, 8
@@ -854,7 +852,7 @@ show.table(rows, head, caption="70 % of a GPU for states, the rest for activatio
 # ### When stage 3 is worth its traffic
 #
 # If stage 1 or 2 fits, stage 3 is no faster with the same micro-batch: it sends 50 % more, and does more work around each layer. Use it when the states do not fit otherwise, or when the memory that it frees allows a larger micro-batch.
-# The extra time of a step with stage 3 depends on the tokens that a GPU computes between two gathers. For $T$ tokens, forward does $2T$ operations per parameter, and gathers 2 bytes per parameter in bf16. Computing hides the gather if $T$ is larger than operations per second divided by bytes per second:
+# The extra time of a step with stage 3 depends on the tokens that a GPU computes between two gathers. For $T$ tokens, forward does $2T$ operations per parameter, and gathers 2 bytes per parameter in bf16. Computing hides the gather if $T$ is larger than the GPU's operations per second divided by the link's bytes per second:
 
 # %%
 reached = 0.4 * 989e12  # FLOP/s of one H100 in bf16, at 40 % of its peak
@@ -862,25 +860,25 @@ for link, speed in {"NVLink, 450 GB/s": 450e9, "400 Gbit/s": 50e9}.items():
     print(link, "hides the gather from", round(reached / speed), "tokens per GPU on")
 
 # %% [markdown]
-# Backward gathers once more and sends gradients, twice the bytes for twice the operations, so the bound is the same. Within a node, one sequence of a thousand tokens is enough; over a network, a GPU needs several thousand. In [the lab](#the-lab-one-llama-in-eight-configurations) a rank has 128 tokens, and on a CPU no gather is hidden at all: so ZeRO-3 is slowest.
+# Backward gathers once more and sends gradients: twice the bytes for twice the operations, so the same $T$ is enough. Within a node, one sequence of a thousand tokens is enough; over a network, a GPU needs several thousand tokens. In [the lab](#the-lab-one-llama-in-eight-configurations) a rank has 128 tokens, and on a CPU no gather is hidden at all: so ZeRO-3 is slowest.
 #
 # ### When more GPUs cost less
 #
-# A job on $N$ GPUs costs $N$ times the price of an hour, and a token costs $N \times \text{price} \div \text{tokens per hour}$.
-# Let $N$ GPUs be $e \cdot N$ times as fast as one, where $e$ is the efficiency. Then a token costs $1/e$ times as much. With 8 GPUs at 90 % a token costs 11 % more, for a result in a seventh of the time.
+# An hour on $N$ GPUs costs $N$ times the price of a GPU hour, so a token costs $N \times \text{price} \div \text{tokens per hour}$.
+# Let $N$ GPUs be $e \cdot N$ times as fast as one, where $e$ is the efficiency. Then a token costs $1/e$ times as much as on one GPU. With 8 GPUs at 90 % a token costs 11 % more, for a result in a seventh of the time.
 # More GPUs are *cheaper* only where a single GPU is inefficient, because its memory forces tiny batches, recomputation, or offload.
 # The lab's table has no prices: two ranks on one machine's cores cost as much as one. Where each rank has a GPU, `--price` adds the column.
 #
 # | | for | against |
 # |---|---|---|
 # | DeepSpeed in general | one dictionary for data and tensor parallelism, ZeRO, offload and checkpoints; all equal to one process (measured above) | a default that changes the losses by 0.008 here, buckets of 1 to 4 GB, and misspelt names that are ignored |
-# | Stages 1 and 2 | states divided by $N$; traffic as with plain copies | parameters stay whole on every GPU |
-# | Stage 3 | everything divided by $N$ | 50 % more traffic, hidden from some thousand tokens per GPU on |
-# | Offload | states limited by the host's memory, not the GPU's {cite}`ren2021offload` | they cross the bus between host and device in every step |
-# | Tensor parallelism | weights are divided, and so are reads; intensity nearly kept (lab) | two all-reduces per layer and pass, so only within fast links |
+# | Stages 1 and 2 | states divided by $N$; traffic as in data parallelism | parameters stay whole on every GPU |
+# | Stage 3 | everything divided by $N$ | 50 % more traffic; hiding it takes about 1,000 tokens per GPU within a node, several thousand over a network |
+# | Offload | states limited by the host's memory, not the GPU's {cite}`ren2021offload` | states cross the bus between host and device in every step |
+# | Tensor parallelism | weights and their reads are divided; intensity nearly kept (lab) | two all-reduces per layer and pass, so only within fast links |
 # | Pipeline | sends only activations between stages | a model rewritten as a list of layers; only with stages 0 and 1 |
 #
-# On a CPU, host and device are one memory, so offload cannot show its gain. The prediction for GPUs is in the table of settings above; [ZeRO](zero.md) measures stages to the byte.
+# On a CPU, host and device share one memory, so offload shows no gain. The table of settings above predicts the gain on GPUs; [ZeRO](zero.md) measures stages to the byte.
 #
 # ## What goes wrong
 #
@@ -902,7 +900,7 @@ except ValueError as error:
 #
 # `de.check_config` also refuses configurations with which no engine starts: stage 1 or 2 without an optimizer, no batch size at all, `tp_size` for `autotp_size`.
 # It does not check the names of optimizers and schedulers. With ZeRO or 16 bits, DeepSpeed itself refuses the name of a torch scheduler, such as `CosineAnnealingLR`, which cannot take DeepSpeed's wrapped optimizer. Name a scheduler of DeepSpeed, such as `WarmupCosineLR`, or create torch's in the script and pass it to `initialize` as `lr_scheduler`.
-# The course's tests give such configurations to `de.check_config` and to DeepSpeed's engine; both have to decide alike.
+# The course's tests give such configurations to `de.check_config` and to DeepSpeed's engine; both must accept, or both refuse.
 # Call `de.check_config` with `optimizer=True` if you pass `initialize` an optimizer beside the configuration. [Claims, judged](../book/claims.md) has examples from tutorials.
 #
 # ### `"auto"` from Hugging Face
@@ -956,8 +954,8 @@ show.table(
 # ````{admonition} Checked: "with loss.backward() the ranks silently drift apart"
 # :class: checked
 #
-# This is no longer true. In DeepSpeed 0.19.8 (November 2026) stage 0 refuses `loss.backward()`. Stages 1 to 3 do their work in hooks on the gradients, also with accumulation, as the next cell measures.
-# `engine.backward` works in all stages, and is the call in the documentation.
+# This is no longer true. In DeepSpeed 0.19.8 (November 2026) stage 0 refuses `loss.backward()`. Stages 1 to 3 reduce the gradients in hooks, also with accumulation, as the next cell measures.
+# `engine.backward` works in all stages, and is the documented call.
 # ````
 
 # %%
@@ -1000,7 +998,7 @@ for stage, result in enumerate(results):
 # %% [markdown]
 # ### Pipeline with stage 2 or 3
 #
-# A pipeline adds up the gradients of many micro-batches; stages 2 and 3 would reduce-scatter them after each one. DeepSpeed refuses this when the engine starts, after your model is built. `de.build_config` refuses at once.
+# A pipeline adds up the gradients of many micro-batches; stages 2 and 3 would reduce-scatter them after each micro-batch. DeepSpeed refuses this when the engine starts, after your model is built. `de.build_config` refuses at once.
 
 # %%
 try:
@@ -1027,7 +1025,7 @@ except ValueError as error:
 # ```{admonition} On more GPUs
 # :class: note
 #
-# On more GPUs equality and bytes are the same. DeepSpeed's times are not, since its ranks use gloo here.
+# On more GPUs the equalities and the bytes are the same. The times differ, since DeepSpeed's ranks use gloo here.
 # With a second GPU you can measure nccl with `overlap_comm`, the share of stage 3's gathers that is hidden,
 # and offload with a host connection for each GPU. Run the lab again on these GPUs, with `--price`.
 # ```
@@ -1101,7 +1099,7 @@ check(answer, "deepspeed_cost")
 # ```
 #
 # Write DeepSpeed's dictionary by hand: float32, ZeRO stage 2, micro-batches of one sequence, two of them per step, losses equal to those of one process.
-# Communication shall overlap with backward. The buckets shall take at most one megabyte ($10^6$ bytes), and at least half of it.
+# Communication must overlap with backward. The buckets must take at most one megabyte ($10^6$ bytes), and at least half of that.
 # The check gives the dictionary to DeepSpeed on two ranks, with a torch AdamW.
 
 # %%
@@ -1117,7 +1115,7 @@ check(answer, "deepspeed_config")
 # :class: dropdown
 # ```
 #
-# There are two buckets, with 4 bytes for each element: 125,000 elements. The clipping is the line that is easily forgotten.
+# With overlap there are two buckets, with 4 bytes per element: 125,000 elements each. The clipping line is easily forgotten.
 
 # %%
 answer = {
@@ -1141,7 +1139,7 @@ check(answer, "deepspeed_config")
 # :label: ex-deepspeed-engine-log
 # ```
 #
-# A job was asked for tensor parallelism over four GPUs, and wrote this. The shapes are sequences and tokens; an output begins with its input.
+# A job was asked for tensor parallelism over four GPUs, and wrote this log. The shapes are sequences and tokens; an output begins with its input.
 #
 # ```text
 # generate: llama-3-8b, 8.03e9 parameters in bf16, tensor parallel, 4 GPUs
@@ -1170,7 +1168,7 @@ check(answer, "deepspeed_log")
 # :class: dropdown
 # ```
 #
-# $8.03\cdot10^9$ parameters of 2 bytes are 16.06 GB, which is 14.96 GiB: the log means GiB, and every rank holds the whole model. Each rank has sequences of its own. So the job was data parallel, whatever it was asked for.
+# $8.03\cdot10^9$ parameters of 2 bytes are 16.06 GB, which is 14.96 GiB: the log means GiB, and every rank holds the whole model. Each rank has sequences of its own. So the job was data parallel.
 # The log counts the tokens of the input, $4 \times 8 \times 512$, as generated. Only 64 tokens of each sequence are new.
 # The price counts one GPU instead of four, and 512 tokens of a sequence instead of 64, so it is too low by factors of four and eight.
 
@@ -1231,11 +1229,11 @@ check(my_accumulation)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} Choose (design)
+# ```{exercise-start} Choose a stage (design)
 # :label: ex-deepspeed-engine-choose
 # ```
 #
-# Write the rule by which you would configure a job: the first of `(0, "none")`, `(1, "none")`, `(2, "none")`, `(3, "none")`, `(3, "parameters")` whose states take at most 70 % of a GPU, or `None`.
+# Return the first setting of `(0, "none")`, `(1, "none")`, `(2, "none")`, `(3, "none")`, `(3, "parameters")` whose states take at most 70 % of a GPU's memory, or `None`.
 # All GPUs share the host, whose memory has to hold the offloaded states of all GPUs. `params` is the number of parameters, `gpu` and `host` are bytes. Train in bf16 with AdamW.
 
 # %%
@@ -1280,10 +1278,10 @@ check(my_choice)
 #
 # - One dictionary chooses among data parallelism, ZeRO, offload and tensor parallelism. Forward, backward and step are calls of the engine.
 # - The engine computes what you configured: if you leave out `gradient_clipping`, it is 1.0 since version 0.19.3. With 0.0 every stage equals one process up to rounding.
-# - Train batch = micro-batch × accumulation × copies, and copies are $N/(tp)$.
-# - Recomputation needs a call in the model's code; buckets take $5\cdot10^8$ times the bytes of their dtype, twice with overlap, unless you make them smaller.
+# - Train batch = micro-batch × accumulation × copies; there are $N/(t\,p)$ copies.
+# - Recomputation needs a call in the model's code; a bucket takes $5\cdot10^8$ times the bytes of an element, and twice as much with overlap, unless you make it smaller.
 # - A checkpoint loads on the number of ranks that wrote it; in the universal format it loads on any number. A plain state dict needs no DeepSpeed.
-# - Stage 3 is for states that do not fit otherwise; with some thousand tokens per GPU and more, computation hides its gathers.
+# - Stage 3 is for states that do not fit otherwise; with enough tokens per GPU (1,000 within a node, several thousand over a network), computation hides its gathers.
 #
 # ## Further reading
 #

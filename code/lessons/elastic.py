@@ -24,7 +24,7 @@
 #
 # Two nodes train a model, with two ranks each. On one of them somebody kills the launcher, but no rank.
 # Under `torchrun` the ranks go on training, without a pause. Under the launcher built here training stops for ten seconds, and then goes on without that node.
-# You want the second behaviour. [A later table](#the-cost-of-a-fault-here-and-under-torchrun) has the numbers, and the text below it the reason.
+# You want the second behaviour. [A later table](#the-cost-of-a-fault-here-and-under-torchrun) has the numbers, and the text below it gives the reason.
 
 # %% tags=["hide-input"]
 # Imports, and a folder for what the ranks write
@@ -74,7 +74,7 @@ def run_plain_agent(command, size):
 
 
 # %% [markdown]
-# In the cell, rank 1 of three ends with status 7 after a tenth of a second. The other ranks would sleep for a minute.
+# Rank 1 of three ends with status 7 after a tenth of a second. The other ranks would sleep for a minute.
 
 # %%
 STUB = """
@@ -92,9 +92,10 @@ print("exit statuses:", codes)
 assert codes == [-15, 7, -15]
 
 # %% [markdown]
-# A negative status is the number of the signal that ended the process: 15 is SIGTERM, which the launcher sent.
+# A negative status is minus the number of the signal that ended the process: 15 is SIGTERM, which the launcher sent.
 #
-# `torchrun --standalone --nproc-per-node 3` does the same. This launcher lacks four features:
+# `torchrun --standalone --nproc-per-node 3` does the same.
+# The launcher above has four limits:
 #
 # - It starts ranks on one node. With two nodes, it needs to know which ranks each node starts.
 # - It starts the ranks only once. A failed rank ends the job.
@@ -103,25 +104,26 @@ assert codes == [-15, 7, -15]
 #
 # ## Two nodes: agents, a host and a store
 #
-# Each node runs one launcher, its *agent*. The agents exchange messages through a *store*: a table of keys and values. One agent serves the store, at an address that all agents get as `--at`.
+# Each node runs one launcher, its *agent*. The agents exchange messages through a *store*: a table of keys and values.
+# One agent serves the store, at an address that all agents get as `--at`.
 #
 # ![Two nodes, each with an agent and two ranks; the store is on node 0, the host's, and both agents use it. Below, time: in round 0 four ranks run, then rank 3 dies. The host orders a stop, all ranks end, and when all agents are ready it orders round 1, in which all four start anew and meet at another port.](../figures/elastic_rounds.svg)
 #
-# The agent that serves the store is the *host*. It alone decides what all agents do, and writes its decision, the *order*, under one key. An order has a number, and is valid until an order has a higher number.
+# The agent that serves the store is the *host*. It alone decides what all agents do, and writes its decision, the *order*, under one key. An order has a number, and is valid until the host writes an order with a higher number.
 # Each start of all ranks is a *restart round*, or *round*, and has a number, too.
 
 # %%
 show.source(host.Order)
 
 # %% [markdown]
-# Every agent writes a *report*, twenty times a second.
+# Every agent writes a *report* on its ranks, twenty times a second.
 
 # %%
 show.source(host.Report, host.Failure, core.AgentStore)
 
 # %% [markdown]
-# Reports also show that the agent still runs: the number `heartbeat` grows with each report. The host notes, by its own clock, when the number grew. So it never compares clocks of two nodes.
-# Every agent tries to listen at the store's address. Only the agent on this node can, and becomes the host, without an option.
+# Reports also show that the agent still runs: the number `heartbeat` grows with each report. The host notes, by its own clock, when the number grew. So it never compares two nodes' clocks.
+# Every agent tries to listen at the store's address. Only the agent on the store's node succeeds, and becomes the host; no option is needed.
 #
 # From the reports the host decides the next order. It orders a start only after all ranks of the last round have ended, on all nodes.
 
@@ -129,7 +131,7 @@ show.source(host.Report, host.Failure, core.AgentStore)
 show.source(host.Host)
 
 # %% [markdown]
-# Three of its rules matter most:
+# Three of the host's rules matter most:
 #
 # - *Each round has its own port.* A leftover rank of round 0 cannot connect to a rank of round 1.
 # - *All ranks start again, not only the failed rank.* The others have connections to the failed rank, and are in the middle of a step.
@@ -141,9 +143,9 @@ show.source(host.Host)
 show.source(exec_rank.main, core.RankProcesses)
 
 # %% [markdown]
-# `PR_SET_PDEATHSIG` asks Linux to kill a process when the one that started it ends, even if the parent was killed with SIGKILL.
+# `PR_SET_PDEATHSIG` asks Linux to kill a process when its parent ends, even by SIGKILL.
 # This ends only the rank, and not processes that the rank started.
-# So each round has one more process, [kill_sessions.py](../code/shardlab/elastic/kill_sessions.py), which reads from a pipe. When the agent dies, the kernel closes the pipe, and this process kills each rank's whole session.
+# So each round has one more process, [kill_sessions.py](../code/shardlab/elastic/kill_sessions.py), which reads from a pipe. When the agent dies, the kernel closes the pipe, and this process kills each rank's session: the rank and its child processes.
 
 # %%
 show.source(core.Agent)
@@ -154,7 +156,7 @@ show.source(core.Agent)
 #
 # ### The environment variables of each rank
 #
-# Here a job has two nodes, the first with one rank, the second with three. Each agent runs in a process of its own, and the ranks print variables of their environment.
+# Here a job has two nodes, the first with one rank, the second with three. Each agent runs in its own process, and the ranks print environment variables.
 
 # %%
 def run_node(*jobs):
@@ -223,8 +225,10 @@ show.source(host.describe_root_cause)
 # %% [markdown]
 # ### The cost of a fault, here and under torchrun
 #
-# `benchmarks/elastic.py` measured two nodes on one machine with four ranks, a small GPT, and a checkpoint after every fifth step. The fault happens after step 12.
-# The seconds are the time from the last step before the fault to the first step after it. The first number of each pair is ours, the second torchrun's.
+# `benchmarks/elastic.py` trained a small GPT on four ranks and two nodes, both on one machine, with a checkpoint after every fifth step.
+# The fault happens after step 12.
+# The seconds are the time from the last step before the fault to the first step after it.
+# The first number of each pair is ours, the second torchrun's.
 
 # %% tags=["hide-input"]
 # Table: what faults cost, recorded by benchmarks/elastic.py
@@ -237,7 +241,7 @@ for row in found["rows"]:
     both = [" / ".join("–" if x is None else str(x) for x in pair) for pair in pairs]
     rows.append((row["case"], *both))
 where = f"torch {found['torch']}, {found['cores']} cores"
-start = f"started by a mere loop, the script takes {found['bare start (s)']['4']} s"
+start = f"without a launcher, {found['bare start (s)']['4']} s from start to first step"
 caption = f"Recorded {found['date']}, {where}; {start}"
 head = ["what happens", "seconds, ours / torchrun", "steps lost", "ranks after (of 4)"]
 show.table(rows, head, caption=caption)
@@ -245,24 +249,24 @@ show.table(rows, head, caption=caption)
 
 # %% [markdown]
 # - Each number is the median of two jobs. Most of the time is the script's start, mainly its imports, which no launcher can avoid.
-# - Under both launchers only the steps since the last save are lost. The steps that were computed again had the same losses, on fewer ranks too.
-# - "An agent alone is killed": torchrun's ranks do not notice, and continue training without an agent. At the next fault they wait for ever, and keep their GPUs, unless a scheduler ends them. Our ranks end with their agent, and the other node starts again alone.
-# - A dash for the store's node means that the job ends, under both launchers. Only the scheduler can start it again.
+# - Under both launchers only the steps since the last save are lost. Repeated steps had the same losses, on fewer ranks too.
+# - "An agent alone is killed": torchrun's ranks do not notice, and continue training. At the next fault they wait for ever, and keep their GPUs, unless a scheduler ends them. Our ranks end with their agent, and the other node starts again alone.
+# - A dash means that training did not go on. Without the store's node, the job ends under both launchers, and only the scheduler can start it again.
 #
 # ## Comparison with torchrun
 #
 # | | torchrun | this launcher |
 # |---|---|---|
-# | a store for the ranks | one for all rounds, unless [a variable](cluster.md#the-rendezvous-store-one-per-round) is set | a port for each round |
+# | the ranks' store | one for all rounds, unless [a variable](cluster.md#the-rendezvous-store-one-per-round) is set | one for each round, at its own port |
 # | where the agents' store listens | on all interfaces | at the address in `--at` alone |
 # | node 0 | the first by address, sorted as text | the host |
-# | message if a node does not come | `RendezvousTimeoutError` | the number of nodes that came, and the number needed |
+# | message if a node does not join | `RendezvousTimeoutError` | the number of nodes that came, and the number needed |
 # | message for a wrong address | `RendezvousConnectionError` | no agent answered at that address |
 # | message for two jobs at one port | one of these two errors | name and command of the job that has the port |
 # | an agent is killed | its ranks go on training | its ranks end |
 # | logs | a folder for each agent and attempt, named by local rank | a folder for each round, named by rank |
 #
-# [Tests](../tests/test_elastic.py) run one script under both launchers, on two nodes, and compare the losses and the variables of the environment; each row above is a test.
+# [Tests](../tests/test_elastic.py) run one script under both launchers, on two nodes, and compare the losses and environment variables; each row above is a test.
 #
 # `python -m shardlab cluster run --help` says how to start this launcher. On a cluster use `torchrun`: it also supports spare nodes, other rendezvous backends, and logs on the console.
 #
@@ -309,7 +313,7 @@ check(my_first_ranks)
 # :label: ex-elastic-silent
 # ```
 #
-# `seen` is what the host has read: a list of `(time, agent, beat)`, in order, with times by its own clock. When an agent's process has stopped, its last beat is still in the store, so the host goes on reading it.
+# `seen` lists the heartbeats that the host has read: `(time, agent, beat)`, in order, with times by the host's clock. When an agent's process has stopped, its last beat stays in the store, so the host goes on reading it.
 # Return the agents that are silent at `now`: those whose `beat` has not changed for more than `patience` seconds.
 
 # %%
@@ -354,7 +358,8 @@ check(my_silent)
 # A round has failed. `failures` has a tuple `(time, rank, signal)` for each rank that failed; `signal` is 0 where the rank raised an error.
 # Agents end ranks with SIGTERM (15), so a rank with this signal is never the cause.
 # A process sends SIGABRT (6) to itself, for instance when nccl's time limit is over, and crashes with SIGILL (4), SIGBUS (7), SIGFPE (8) or SIGSEGV (11): these five count as errors.
-# Any other signal came from outside. A rank with such a signal is the cause rather than one with an error. Among ranks of the same kind the earliest is the cause.
+# Any other signal came from outside. A rank with such a signal is the cause rather than a rank with an error.
+# Among ranks of the same kind the earliest is the cause.
 # Return the rank that is the cause, or `None` if there is none.
 
 # %%

@@ -21,11 +21,11 @@
 # - compute a layer of experts with its router, and divide the experts over the ranks, so that the model trains as in one process;
 # - average the gradients of such a model over the right ranks, and recognise a wrong average;
 # - predict the bytes that a rank holds and sends, and which ranks wait for which;
-# - detect a router that sends all tokens to the same experts, and prevent it in two ways.
+# - detect a router that sends all tokens to the same experts, and prevent this in two ways.
 #
 # You need the all-to-all from [Collectives](collectives.md).
 #
-# DeepSeek-V3 has more parameters than Llama 3 405B, and uses fewer than a tenth of Llama's for each token.
+# DeepSeek-V3 has more parameters than Llama 3 405B, but uses fewer than a tenth as many for each token.
 
 # %% tags=["hide-input"]
 # Imports, and the small model and batches that every cell takes
@@ -111,16 +111,20 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# The papers print these billions of parameters, in all and used for a token: 46.7 and 12.9 for Mixtral {cite}`jiang2024mixtral`, 671 and 37 for DeepSeek-V3 {cite}`deepseek2024v3`. (Of the 37.6 above, 0.9 are the embedding, of which a token reads one row.)
+# The papers state, in all and for a token, 46.7 and 12.9 billion parameters for Mixtral {cite}`jiang2024mixtral`, 671 and 37 for DeepSeek-V3 {cite}`deepseek2024v3`. (Of the 37.6 above, 0.9 are the embedding, of which a token reads one row.)
 #
 # ## The mixture-of-experts layer
 #
 # Most parameters of a transformer are in its feed-forward networks.
-# A *mixture of experts* has $E$ such networks in a layer, the experts, and a small *router* that sends each token through $k$ of them, those with the highest scores {cite}`shazeer2017moe`.
+# A *mixture of experts* has $E$ such networks in a layer, the *experts*, and a small *router* that sends each token through the $k$ experts with the highest scores {cite}`shazeer2017moe`.
 # The arithmetic for a token grows with $k$; the number of parameters grows with $E$.
 #
-# The router is one matrix. It gives a token a score for each expert. The $k$ chosen scores are divided by their sum. The layer's output is the sum of the $k$ experts' outputs, each times its score.
-# In names of tensors, `T` is tokens, `H` the model's width, `F` an expert's width, `E` experts, `C` the choices of a token, and `R` rows. A *row* is the hidden state of one token, for one of its experts.
+# The router is one matrix.
+# It gives a token a score for each expert.
+# The $k$ chosen scores are divided by their sum.
+# The layer's output is the sum of the $k$ experts' outputs, each times its score.
+# In names of tensors, `T` is tokens, `H` the model's width, `F` an expert's width, `E` experts, `C` the $k$ choices of a token, and `R` rows.
+# A *row* is the hidden state of one token, for one of its experts.
 
 # %%
 def choose_experts(x_TH, router_HE, k=2):
@@ -138,29 +142,33 @@ def run_one_process(x_TH, router_HE, networks):
     weight_TC, chosen_TC = choose_experts(x_TH, router_HE)
     y_TH = torch.zeros_like(x_TH)
     for number, matrices in enumerate(networks):
-        t_R, c_R = (chosen_TC == number).nonzero(as_tuple=True)  # who chose it, and how
+        t_R, c_R = (chosen_TC == number).nonzero(as_tuple=True)  # tokens, choice number
         y_TH[t_R] += weight_TC[t_R, c_R, None] * run_expert(x_TH[t_R], *matrices)
     return y_TH
 
 
 # %% [markdown]
 # Three problems are new.
-# All experts have to be *held*: Mixtral uses 13 billion parameters for a token, and needs memory for 47 billion. Tokens have to be *sent* to the ranks of their experts. And experts may be chosen *unevenly*.
+# All experts have to be *held*: Mixtral uses 13 billion parameters for a token, but needs memory for 47 billion.
+# Tokens have to be *sent* to the ranks of their experts.
+# And experts may be chosen *unevenly*.
 #
 # ## Expert parallelism: dispatch and combine
 #
 # Each rank has some of the experts, and all other parameters.
-# Each rank also has tokens of its own, as in data parallelism. For each of its experts a token's row is sent to that expert's rank, and the output is sent back:
+# Each rank also has tokens of its own, as in data parallelism.
+# A token's rows are sent to the ranks of its experts, and the outputs are sent back:
 #
 # ![A layer of four experts on two ranks with four tokens each. Rank 0's tokens choose experts 2, 0, 2 and 1, rank 1's choose 2, 3, 0 and 2. Each rank sorts its tokens by expert. An all-to-all brings rank 0, which has experts 0 and 1, three rows, and rank 1, which has experts 2 and 3, five. Each expert computes its rows; a second all-to-all brings them back, and each rank puts them into the order of its tokens.](../figures/experts_layer.svg)
 #
 # The first all-to-all is called *dispatch*, the second *combine* {cite}`lepikhin2020gshard`.
-# Their sizes are unequal and differ from layer to layer and step to step, since they follow from the router's choices.
-# So before each dispatch the ranks tell each other how many rows will come. With $N$ ranks each has $e = E/N$ experts:
+# Message sizes differ between ranks, layers and steps, because they follow from the router's choices.
+# So before each dispatch the ranks tell each other how many rows will come.
+# Each of $N$ ranks has $e = E/N$ experts:
 
 # %%
 def run_over_ranks(x_TH, router_HE, own):
-    """The same, where this rank has the experts `own`, and tokens of its own."""
+    """Same as `run_one_process`, for this rank's tokens; `own`: this rank's experts."""
     N, e = dist.get_world_size(), len(own)
     weight_TC, chosen_TC = choose_experts(x_TH, router_HE)
     order_R = chosen_TC.flatten().argsort(stable=True)  # by expert
@@ -201,24 +209,27 @@ for N in (1, 2, 4):
     print(f"{N} ranks: the layer's output is that of one process")
 
 # %% [markdown]
-# The plain version leaves out three things: a backward (autograd does not see messages), groups smaller than the whole job, and a limit on an expert's rows.
+# The plain version leaves out three things: a backward (autograd does not see collectives), groups smaller than the whole job, and a limit on an expert's rows.
 #
 # ## The module
 #
-# In the package the exchange is an operator with a backward. The backward is the same exchange with the two lists of sizes swapped: a row's gradient goes to the rank that the row came from.
+# In the package the exchange is an operator with a backward.
+# The backward is the same exchange with the two lists of sizes swapped: a row's gradient goes to the rank that the row came from.
 
 # %%
 show.source(experts.exchange_rows, experts.core._Exchange)
 
 # %% [markdown]
-# `plan_route` says which rows go to which rank. The CPU has to know the sizes of messages, so it waits for the GPU in this function, once in each layer.
+# `plan_route` says which rows go to which rank.
+# The CPU has to know the sizes of messages, so it waits for the GPU in this function, once in each layer.
 
 # %%
 show.source(experts.Route, experts.plan_route)
 
 # %% [markdown]
-# `ExpertParallel` takes the router and this rank's experts from the plain layer, `shardlab.gpt.model.Experts`, which is the loop above.
-# An expert's rows are ordered by rank, and within a rank by token. One process has the same order in its batch, so an expert's gradient is summed over tokens in the same order.
+# `ExpertParallel` takes the router and this rank's experts from the plain layer, `shardlab.gpt.model.Experts`, which runs the loop above.
+# An expert's rows are ordered by rank, and within a rank by token.
+# One process has the same order in its batch, so an expert's gradient is summed over tokens in the same order.
 
 # %%
 show.source(experts.ExpertParallel, experts.parallelize)
@@ -226,12 +237,15 @@ show.source(experts.ExpertParallel, experts.parallelize)
 # %% [markdown]
 # ### Averaging gradients: experts and other parameters
 #
-# Take four ranks with tokens of their own. Ranks 0 and 1 together have all experts, and ranks 2 and 3 have copies of them.
+# Take four ranks with tokens of their own.
+# Ranks 0 and 1 together have all experts, and ranks 2 and 3 have copies of them.
 #
-# ![Four ranks with tokens of their own; ranks 0 and 1 together have all experts, and so have ranks 2 and 3. Before, each rank's gradients of what all have know its own tokens; an expert's gradient knows the tokens of both ranks of its pair, for they came through the all-to-all. After, what all ranks have is averaged over four ranks; experts 0 and 1 are added up over ranks 0 and 2, experts 2 and 3 over ranks 1 and 3, and divided by four: every gradient knows the tokens of all four.](../figures/experts_gradients.svg)
+# ![Four ranks with tokens of their own; ranks 0 and 1 together have all experts, and so have ranks 2 and 3. After backward, gradients of shared parameters cover their rank's own tokens; an expert's gradient covers the tokens of both ranks of its pair, which came through the all-to-all. After averaging, shared parameters' gradients are averaged over four ranks; those of experts 0 and 1 are summed over ranks 0 and 2, those of experts 2 and 3 over ranks 1 and 3, and divided by four: every gradient covers all four ranks' tokens.](../figures/experts_gradients.svg)
 #
 # Attention, LayerNorms and routers are the same on all four ranks, so their gradients are averaged over all four.
-# An expert's gradient already includes the tokens of both ranks of its pair, because backward's all-to-alls brought the rows' gradients. The tokens of the other pair are missing, so the gradient is summed over the two copies. But each of the four losses is a mean over one rank's tokens, so *the sum is divided by four*, and not by two.
+# An expert's gradient already includes the tokens of both ranks of its pair, because backward's all-to-alls brought the rows' gradients.
+# The tokens of the other pair are missing, so the gradient is summed over the two copies.
+# But each of the four losses is a mean over one rank's tokens, so *the sum is divided by four*, and not by two.
 
 # %%
 show.source(experts.average_gradients)
@@ -244,15 +258,15 @@ show.source(experts.average_gradients)
 # The second shape is like DeepSeek's: scores by a sigmoid, three of eight experts for a token, one shared expert that takes every token, and a first layer without experts.
 
 # %%
-def name_parameters():
-    """Two groups of this rank, of four: its pair; those in the same place of their pairs."""
+def make_pair_groups():
+    """Return this rank's pair, and the group of ranks at its place in both pairs."""
     layouts = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
     return [dist.new_subgroups_by_enumeration(layout)[0] for layout in layouts]
 
 
 def train_five_steps(config, copied):
     world = dist.group.WORLD
-    group, copies = name_parameters() if copied else (world, None)
+    group, copies = make_pair_groups() if copied else (world, None)
     model = experts.parallelize(build_model(config, torch.float64), group)
     optimizer, losses = torch.optim.AdamW(model.parameters(), 3e-3), []
     for step in range(5):
@@ -318,12 +332,14 @@ show.table(rows, head)
 # %% [markdown]
 # ### Experts with tensor parallelism
 #
-# An expert is a feed-forward network, and [tensor parallelism](tensor_parallel.md) cuts those.
-# So cut each matrix first, then give experts to ranks. Here two ranks form a pair: they have the two parts of each matrix and the same tokens. Two pairs together have all experts.
+# An expert is a feed-forward network, which [tensor parallelism](tensor_parallel.md) can shard.
+# So shard each matrix first, then distribute experts over ranks.
+# Here two ranks form a pair: they have the two shards of each matrix and the same tokens.
+# Two pairs together have all experts.
 
 # %%
 def compare_with_tensor():
-    tensor, data = name_parameters()
+    tensor, data = make_pair_groups()
     model = tp.parallelize(build_model(SMALL, torch.float64), tensor)
     experts.parallelize(model, data)
     tokens, targets = (take_shard(x, data) for x in make_batch(0))
@@ -354,27 +370,31 @@ assert max(off) < 1e-12  # float64
 print("2 x 2 ranks: every gradient is a part of one process's")
 
 # %% [markdown]
-# Each expert then ends in an all-reduce over its rows, of which there are $k$ times as many as tokens.
-# Combine multiplies rows by scores and adds them up, so an all-reduce of the *combined* rows, one for each token, would give the same result. Scores would then be multiplied by partial sums, and their gradient would need the sum over tensor-parallel ranks that [`copy_to`](tensor_parallel.md) makes in backward.
-# Larger jobs do not cut experts: they give each tensor-parallel rank whole experts of its own.
+# Each expert then ends with an all-reduce of its rows, and there are $k$ times as many rows as tokens.
+# Combine multiplies rows by scores and adds them up, so an all-reduce of the *combined* rows, one for each token, would give the same result.
+# Scores would then be multiplied by partial sums, so their gradient would need the sum over tensor-parallel ranks that [`copy_to`](tensor_parallel.md) computes in backward.
+# Larger jobs do not shard single experts: they give each tensor-parallel rank whole experts of its own.
 #
 # ## Expert capacity and dropped tokens
 #
 # Messages of unknown size make the CPU wait, and their memory cannot be planned.
-# So GShard and Switch give each expert a fixed number of places. With equal loads an expert would get a fraction $1/E$ of all choices. The number of places is this equal share times a factor, the *capacity* {cite}`fedus2021switch`.
-# A choice for which no place is left is *dropped*: the expert adds nothing to this token, whose residual stream stays as it was before the layer.
+# So GShard and Switch give each expert a fixed number of places, its *capacity*.
+# With equal loads an expert would get a fraction $1/E$ of all choices.
+# The capacity is this equal share times the *capacity factor* {cite}`fedus2021switch`.
+# A choice for which no place is left is *dropped*: the expert adds nothing to the token's residual stream.
 #
-# ![Six tokens of a sequence, each with a first and a second choice, and three experts with four places each. First choices come first: expert 0 is the first choice of tokens 0, 1, 3, 4 and 5, so that token 5 finds no place there, nor does token 2 with its second choice. Expert 1 gets tokens 2, 0, 3 and 5, expert 2 tokens 1 and 4. Two of twelve choices are dropped.](../figures/experts_capacity.svg)
+# ![Six tokens of a sequence, each with a first and a second choice, and three experts with four places each. First choices come first: expert 0 is the first choice of tokens 0, 1, 3, 4 and 5, so token 5 gets no place there, and neither does token 2 with its second choice. Expert 1 gets tokens 2, 0, 3 and 5, expert 2 tokens 1 and 4. Two of twelve choices are dropped.](../figures/experts_capacity.svg)
 
 # %%
 show.source(router.drop_overflow)
 
 
 # %% [markdown]
-# Here places are counted for each *sequence*, so the dropped tokens do not depend on the ranks that the sequences are on. Libraries count places for all tokens of a rank in a step: then the dropped tokens depend on the number of ranks.
+# Here places are counted for each *sequence*, so the dropped choices do not depend on the ranks that the sequences are on.
+# Libraries count places for all tokens of a rank in a step: then the dropped choices depend on the number of ranks.
 
 # %% tags=["hide-input"]
-# Table: choices dropped at each capacity, on one process and on four ranks
+# Table: choices dropped at each capacity factor, on one process and on four ranks
 def count_dropped(capacity):
     model = build_model(replace(SMALL, capacity=capacity))
     model = experts.parallelize(model, dist.group.WORLD)
@@ -399,7 +419,7 @@ for capacity in (0.5, 1.0, 1.5, 2.0, None):
     )
 assert kept[0.5] >= CHOICES // 2 and kept[None] == 0 < kept[2.0]
 head = [
-    "capacity",
+    "capacity factor",
     "places in a sequence",
     "dropped, 1 rank",
     "4 ranks",
@@ -409,13 +429,17 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# With capacity 0.5 at least half of the choices are dropped. An untrained router chooses so unevenly that some choices are dropped even with capacity 2.
-# Without a capacity the layer is *dropless*, as in today's large models. Then a rank needs enough memory even if all tokens choose its experts.
+# With capacity factor 0.5 at least half of the choices are dropped.
+# An untrained router chooses so unevenly that some choices are dropped even with capacity factor 2.
+# Without a capacity the layer is *dropless*, as in today's large models.
+# Then a rank needs enough memory even if all tokens choose its experts.
 #
 # `````{admonition} Checked: "a causal model with experts is causal"
 # :class: checked
 #
-# A model with a capacity is not causal. First choices come before second ones, so a *later* token's first choice takes the place of an earlier token's second. The next cell changes the last tokens of a sequence, and looks at the logits of the first ones.
+# A model with a capacity is not causal.
+# First choices get places before second choices, so a *later* token's first choice can take the place of an earlier token's second choice.
+# The next cell changes the last tokens of a sequence, and checks whether the first tokens' logits change.
 # `````
 
 # %%
@@ -429,8 +453,8 @@ def compare_prefixes(capacity):
     return max_difference(model(tokens)[:, :20], model(changed)[:, :20])
 
 
-print("dropless:", ranks.run(compare_prefixes, 1, None)[0] > 1e-6)
-print("capacity 1:", ranks.run(compare_prefixes, 1, 1.0)[0] > 1e-6)
+print("dropless: logit change:", ranks.run(compare_prefixes, 1, None)[0] > 1e-6)
+print("capacity factor 1: logit change:", ranks.run(compare_prefixes, 1, 1.0)[0] > 1e-6)
 
 # %% tags=["hide-input"]
 # Checks both answers
@@ -443,7 +467,8 @@ assert (
 # %% [markdown]
 # ## Router collapse, and two cures
 #
-# An expert that is chosen gets gradients and improves, and an improved expert gets higher scores. Nothing in the loss stops this loop.
+# An expert that is chosen gets gradients and improves, and an improved expert gets higher scores.
+# Nothing in the loss stops this loop.
 # Here the model trains on two ranks, three times: as it is, and with each of two remedies.
 
 # %%
@@ -513,26 +538,36 @@ head = ["", "loss", "busiest (%)", *["" for _ in range(6)], "idlest (%)"]
 show.table(rows, head)
 
 # %% [markdown]
-# Without a remedy, two experts of the last layer get nearly every token, and the other six nearly none: their parameters are held and saved, and compute nothing.
+# Without a remedy, two experts of the last layer get nearly every token, and the other six nearly none: these six experts' parameters are held and saved, but compute nothing.
 # On many ranks collapse also costs time: ranks with busy experts compute, and the others wait.
 #
-# **The balancing loss** adds $E \sum_e f_e P_e$ for each layer: $f_e$ is the fraction of choices that expert $e$ gets, $P_e$ its mean score. The loss is 1 where all experts get equally many choices. $f$ is a count and has no gradient. $P$ has a gradient, and training lowers $P_e$ most where $f_e$ is large {cite}`fedus2021switch`.
+# **The balancing loss** adds $E \sum_e f_e P_e$ for each layer: $f_e$ is the fraction of choices that expert $e$ gets, $P_e$ its mean score.
+# The loss is 1 where all experts get equally many choices.
+# $f$ is a count and has no gradient.
+# $P$ has a gradient, and training lowers $P_e$ most where $f_e$ is large {cite}`fedus2021switch`.
 #
-# On several ranks this loss is easily wrong. The average of the ranks' products $f_e P_e$ is not the product of the averages. The two are equal only if all ranks take the *same* $f$, of all tokens.
-# With its own $f$, each rank would have to balance its few sequences, and not only the batch: then experts specialise less {cite}`qiu2025demons`. So an all-reduce of $E$ whole numbers for each layer counts $f$ over all ranks:
+# On several ranks this loss is easily wrong.
+# The average of the ranks' products $f_e P_e$ is not the product of the averages.
+# The two are equal only if all ranks take the *same* $f$, of all tokens.
+# With its own $f$, each rank would have to balance its few sequences, and not only the batch: then experts specialise less {cite}`qiu2025demons`.
+# So an all-reduce of $E$ integers for each layer counts $f$ over all ranks:
 
 # %%
 show.source(experts.compute_loads, experts.balancing_loss)
 
 # %% [markdown]
-# **The bias** needs no loss {cite}`wang2024lossfree`. Each expert has a number that is added to its score when experts are chosen, and not when outputs are multiplied by scores. After each step this bias is raised for experts that got fewer than $1/E$ of the choices, and lowered for the others. So no second loss changes the gradients of the scores. DeepSeek-V3 does this, with sigmoids as scores {cite}`deepseek2024v3`.
+# **The bias** adds no loss {cite}`wang2024lossfree`.
+# Each expert has a number that is added to its score when experts are chosen, but not when outputs are multiplied by scores.
+# After each step this bias is raised for experts that got fewer than $1/E$ of the choices, and lowered for the others.
+# So no second loss changes the gradients of the scores.
+# DeepSeek-V3 does this, with sigmoids as scores {cite}`deepseek2024v3`.
 
 # %%
 show.source(experts.update_bias)
 
 # %% [markdown]
-# The bias is changed once in a step, by the choices of all micro-batches.
-# It stays in float32, whatever the model's dtype: in bfloat16 it could not be raised above 0.5, where 0.001 is less than half the distance to the next number.
+# The bias is updated once per step, from the choices of all micro-batches.
+# It stays in float32, whatever the model's dtype: in bfloat16 steps of 0.001 could not raise it above 0.5, where 0.001 is less than half the distance to the next number.
 
 # %% tags=["hide-input"]
 # Checks how bfloat16 rounds such a step, and a bias
@@ -541,13 +576,13 @@ assert router.Router(SMALL).bfloat16().bias_E.dtype == torch.float32
 
 
 # %% [markdown]
-# The model's own loss does not show a collapse, at least not within 50 steps: the three losses in the table are within 2 %. The cost comes later, when the unused experts have learnt nothing, and in the time that ranks wait.
+# The model's own loss does not show a collapse, at least not within 50 steps: the three losses in the table are within 2 %. The cost comes later, because unused experts learn nothing, and because ranks wait.
 #
 # ## What it costs
 #
 # ### Bytes held
 #
-# With experts over $N$ ranks each rank holds all other parameters, and $E/N$ experts in each layer.
+# With experts sharded over $N$ ranks, each rank holds $E/N$ experts in each layer, and all other parameters.
 
 # %% tags=["hide-input"]
 # Table: parameters of a rank, predicted and counted
@@ -575,12 +610,14 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# Even with eight ranks, each holds 116 GB. [ZeRO](zero.md) divides this further: an expert's states over the ranks that have copies of it, all other states over all ranks.
+# Even with eight ranks, each holds 116 GB.
+# [ZeRO](zero.md) shards this further: an expert's states over the ranks that have copies of it, all other states over all ranks.
 # `python -m shardlab memory --model mixtral-8x7b --dp 64 --ep 8 --zero 1` prints the memory of a rank, with activations; `--ep` is the number of ranks that share the experts. [The planner](strategy.md) tries all values of `--ep`.
 #
 # ### Bytes sent
 #
-# Each row of $h$ numbers, $h$ being the width of the model, is sent four times in a step: dispatch and combine, forward and backward. Before each dispatch the sizes are sent, eight bytes for each expert.
+# A row has $h$ numbers, the width of the model, and is sent four times in a step: dispatch and combine, forward and backward.
+# Before each dispatch in forward the sizes are sent, eight bytes for each expert.
 
 # %% tags=["hide-input"]
 # Table: bytes of all-to-alls in a step of all ranks, predicted and counted
@@ -601,7 +638,7 @@ def count_sent(config):
 rows = []
 for name, config in (
     ("dropless", SMALL),
-    ("capacity 1", replace(SMALL, capacity=1.0)),
+    ("capacity factor 1", replace(SMALL, capacity=1.0)),
     ("DeepSeek's", DEEPSEEK),
 ):
     for N in (2, 4):
@@ -622,16 +659,18 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# In a layer's forward a rank sends $2Tkh$ numbers for its $T$ tokens. If choices are even, $(N-1)/N$ of them leave the rank. Data parallelism sends gradients while backward computes; a layer of experts has to wait for its messages.
+# In a layer's forward a rank sends $2Tkh$ numbers for its $T$ tokens.
+# If choices are even, $(N-1)/N$ of these numbers leave the rank.
+# Data parallelism sends gradients while backward computes; a layer of experts has to wait for its messages.
 
 # %%
 def layer_bytes(tokens, k, h, N, itemsize=2):
-    """That leave a rank in a layer's forward: dispatch and combine."""
+    """Return the bytes that leave a rank in a layer's forward: dispatch and combine."""
     return 2 * tokens * k * h * itemsize * (N - 1) / N
 
 
 def layer_seconds(machine, tokens, k, h, f):
-    """Of a layer's expert products in forward, if they were all that a GPU does."""
+    """Return the seconds of a layer's expert products in forward, at machine.flops."""
     return tokens * k * 2 * 3 * h * f / machine.flops
 
 
@@ -664,13 +703,15 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# Narrow experts are the hard case: a row's bytes grow with $h$, its arithmetic with $h F$, where $F$ is the width of an expert. In the table the matrix products of both models take equally long, but DeepSeek's messages are seven times as large: over a network the messages take six times as long as the products.
-# That is why DeepSeek-V3 sends each token to four nodes at most, dispatches in 8 bits, and computes while rows are sent {cite}`deepseek2024v3`.
+# Narrow experts are the hard case: a row's bytes grow with $h$, its arithmetic with $h F$, where $F$ is the width of an expert. In the table the matrix products of both models take equally long, but DeepSeek's messages are seven times as large: over a network they take six times as long as the products.
+# Therefore DeepSeek-V3 sends each token to four nodes at most, dispatches in 8 bits, and computes while rows are sent {cite}`deepseek2024v3`.
 # In training it pairs the forward of one micro-batch with the backward of another: one computes while the other's rows are sent. In inference, where there is no backward, it pairs two micro-batches.
 #
 # ### Waiting for the fullest rank
 #
-# The rank with the most rows decides the time of the experts' part of a step. `experts.load_slowdown` predicts this time, divided by the time with equal loads. Here a bias sends more and more tokens to rank 0's experts:
+# The rank with the most rows determines how long the experts' part of a step takes.
+# `experts.load_slowdown` predicts this time, divided by the time with equal loads.
+# Here a bias sends more and more tokens to rank 0's experts:
 
 # %%
 def time_experts(shifts, rounds=9):
@@ -719,8 +760,9 @@ show.table(rows, [*head, "times as long as even, predicted", "measured"])
 
 
 # %% [markdown]
-# Rank 1 has fewer and fewer rows, and cannot go on before combine has brought its tokens' outputs from rank 0: it waits for the difference.
-# The router, sorting and adding up take the same time on both ranks, whatever the choices are. Rank 1 still computes this part, so the measured ratio is below the predicted one.
+# Rank 1 gets fewer and fewer rows, but cannot go on before combine has brought its tokens' outputs from rank 0: rank 1 waits for the difference.
+# The router, sorting and adding up take the same time, whatever the choices are.
+# This part does not grow with the load, so the measured ratio is below the predicted one.
 #
 # ### How many rows an expert needs
 #
@@ -755,7 +797,9 @@ alt = "The rate of an expert's products on this CPU: it rises with the rows, and
 show.figure(figure, alt, "experts-rows")
 
 # %% [markdown]
-# On this CPU some dozens of rows are enough. For a GPU this number follows from the data sheet. A 16-bit weight has two bytes, and each row takes two operations for each weight. So arithmetic takes as long as reading when the number of rows is FLOP/s divided by bytes per second.
+# On this CPU some dozens of rows are enough. For a GPU the number of rows follows from the data sheet.
+# A 16-bit weight has two bytes, and each row takes two operations for each weight.
+# So arithmetic takes as long as reading when the number of rows is FLOP/s divided by bytes per second.
 
 # %%
 rows_needed = H100.flops / H100.memory_bandwidth  # operations a byte
@@ -766,14 +810,15 @@ print(
 
 
 # %% [markdown]
-# So an expert needs rows of many tokens at once. The more ranks share the experts, the more tokens they bring: a large group gains longer products, and pays with more messages.
+# So an expert needs rows of many tokens at once.
+# The more ranks share the experts, the more tokens they bring: a large group has products of more rows, but sends more messages.
 #
 # ## DeepSpeed's MoE layer compared
 #
-# DeepSpeed's `MoE` runs on a CPU, with gloo. Here it gets the weights of our router and experts, and no capacity.
-# All its messages have the same size: when nothing is dropped, each expert's rows are *padded* with empty ones, up to the largest number of rows that any expert gets from any rank.
+# DeepSpeed's `MoE` runs on a CPU, with gloo. Here it gets the weights of our router and experts, and drops nothing.
+# Then all its messages have the same size: each expert's rows are *padded* with empty rows, up to the largest number of rows that any expert gets from any rank.
 #
-# ![Rows for four experts: 5, 2, 1 and 4. With uneven messages 12 rows travel. Padded to the fullest expert, 20 do, 8 of them empty.](../figures/experts_padded.svg)
+# ![Rows for four experts: 5, 2, 1 and 4. With uneven messages, 12 rows are sent. Padded to the fullest expert, 20 are sent, 8 of them empty.](../figures/experts_padded.svg)
 
 # %%
 def deepspeed_layer(layer, group):
@@ -859,19 +904,23 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# The results agree. DeepSpeed sends a third more, and its experts compute the empty rows, too. In return the ranks exchange one maximum instead of $E$ counts.
-# The script `benchmarks/experts.py` measures their times.
+# The results agree.
+# DeepSpeed sends a third more, and its experts compute the empty rows, too.
+# In return the ranks exchange one maximum instead of $E$ counts.
+# The script `benchmarks/experts.py` measures both layers' times.
 # For speed, PyTorch has `grouped_mm`, which computes the products of all experts in one kernel; torchtitan and Megatron use such kernels.
 #
 # ## What goes wrong, and how it looks
 #
 # ### The wrong average
 #
-# Four ranks have two copies of each expert. Three mistakes are possible. Experts' gradients are averaged over the two copies (as by DDP around the experts), over all four ranks (as by DDP around the whole model), or not at all.
+# Four ranks have two copies of each expert.
+# Three mistakes are possible.
+# Experts' gradients are averaged over the two copies (as by DDP around the experts), over all four ranks (as by DDP around the whole model), or not at all.
 
 # %%
 def average_wrongly(way, steps=20):
-    world, (group, copies) = dist.group.WORLD, name_parameters()
+    world, (group, copies) = dist.group.WORLD, make_pair_groups()
     model = experts.parallelize(build_model(), group)
     own = experts.own_parameters(model)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
@@ -924,14 +973,16 @@ show.table(rows, [*head, "copies of an expert"])
 
 
 # %% [markdown]
-# The loss shows none of them.
-# Averaged over the copies alone, experts' gradients are too large by a factor, the number of ranks that share the experts. AdamW divides by the gradient's size, so the error shows only when gradients are clipped by their norm, or with SGD.
-# Averaged over all ranks, the gradients of *different* experts are added up. The sign: they have the same norm on every rank, to the last bit.
-# Averaged over no ranks, copies of an expert become different.
+# The loss shows none of these mistakes.
+# Averaged over the copies alone, experts' gradients are too large by a factor: the number of ranks that share the experts.
+# AdamW divides by the gradient's size, so the error shows only when gradients are clipped by their norm, or with SGD.
+# Averaged over all ranks, the gradients of *different* experts are added up.
+# The symptom: experts' gradients have the same norm on every rank, to the last bit.
+# Not averaged, the copies of an expert become different.
 #
 # ### A rank without tokens skips the exchange
 #
-# Rank 1 has no tokens in this step, since its part of the data has ended, and does not call the layer.
+# Rank 1 has no tokens in this step, because its part of the data has ended, and does not call the layer.
 
 # %%
 def skip_exchange():
@@ -950,27 +1001,28 @@ except ranks.RankError as error:
     assert error.ranks == [1]
 
 # %% [markdown]
-# But rank 1's *experts* get rows from other ranks. Every rank has to call every exchange, in forward and in backward, with empty tensors if it has no tokens.
+# But rank 1's *experts* get rows from other ranks.
+# Every rank has to call every exchange, in forward and in backward, with empty tensors if it has no tokens.
 #
 # ### Symptoms and causes
 #
 # | symptom | cause |
 # |---|---|
-# | one rank computes, the others wait in all-to-all | collapse, or text whose tokens all choose one expert: look at `experts.compute_loads` |
+# | one rank computes, the others wait in all-to-all | router collapse, or text whose tokens all choose one expert: look at `experts.compute_loads` |
 # | memory runs out on one rank, in some step | the layer is dropless, and most tokens chose this rank's experts |
-# | a jump in the norm of gradients when experts are divided over more ranks | experts' gradients averaged over the copies alone |
+# | a jump in the norm of gradients when experts are sharded over more ranks | experts' gradients averaged over the copies alone |
 # | norms of experts' gradients are equal on all ranks | gradients averaged over different experts |
-# | the router does not learn with one choice | its score was divided by the sum of one score, which is 1 |
-# | validation loss depends on batch and ranks | a capacity, with places counted by rank |
+# | the router does not learn with $k = 1$ | the only chosen score was divided by itself, which gives 1 |
+# | validation loss depends on the batch and the number of ranks | a capacity, with places counted for each rank |
 #
 # ## When to use it
 #
 # | for | against |
 # |---|---|
 # | Parameters grow with $E$, arithmetic for a token with $k$: DeepSeek-V3 has 18 times as many parameters as it uses for a token | All parameters are held, with gradients and AdamW's two moments |
-# | Each rank has tokens of its own, as in data parallelism, and no matrix is cut | Two all-to-alls forward and two backward in each layer, which take longer than the products of narrow experts |
+# | Each rank has tokens of its own, as in data parallelism, and no matrix is sharded | Two all-to-alls forward and two backward in each layer, which take longer than the products of narrow experts |
 # | Experts are whole, so matrix products are large | Each expert needs hundreds of rows at a time |
-# | | All ranks wait for the rank with the most rows; the balance of loads has to be kept, and watched |
+# | | All ranks wait for the rank with the most rows; loads have to be kept even, and monitored |
 #
 # ```{admonition} On more GPUs
 # :class: note
@@ -981,13 +1033,15 @@ except ranks.RankError as error:
 #
 # ## Exercises
 #
-# Each exercise has a check; where ranks are needed, it runs your answer on real ones.
+# Each exercise has a check, which runs your answer on real ranks where it needs them.
 #
 # ```{exercise-start} Enough tokens (easy)
 # :label: ex-experts-tokens
 # ```
 #
-# An expert is to get 300 rows in each layer. DeepSeek-V3 has 256 experts, and each token goes to 8 of them; choices are even. How many tokens must all ranks that share the experts bring together?
+# Each expert should get 300 rows in each layer.
+# DeepSeek-V3 has 256 experts, and each token goes to 8 of them; choices are even.
+# How many tokens must all ranks that share the experts bring together?
 
 # %%
 answer = ...  # tokens
@@ -1012,11 +1066,13 @@ check(answer, "experts_tokens")
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} On the wire (easy)
+# ```{exercise-start} Bytes sent (easy)
 # :label: ex-experts-wire
 # ```
 #
-# 64 ranks share the experts of DeepSeek-V3 ($h = 7168$, $k = 8$). Each rank has 4,096 tokens, and a number has 2 bytes. Choices are even. How many bytes leave a rank in one layer's forward?
+# 64 ranks share the experts of DeepSeek-V3 ($h = 7168$, $k = 8$). Each rank has 4,096 tokens, and a number has 2 bytes.
+# Choices are even.
+# How many bytes leave a rank in one layer's forward?
 
 # %%
 answer = ...  # bytes
@@ -1031,7 +1087,7 @@ check(answer, "experts_wire")
 # :class: dropdown
 # ```
 #
-# The rank sends in dispatch and combine, and keeps a 64th: the rows for its own experts.
+# The rank sends in dispatch and combine, but keeps a 64th: its own experts' rows.
 
 # %%
 answer = 2 * 4096 * 8 * 7168 * 2 * 63 / 64
@@ -1042,11 +1098,13 @@ check(answer, "experts_wire")
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} Places (medium)
+# ```{exercise-start} Expert capacity (medium)
 # :label: ex-experts-admit
 # ```
 #
-# `chosen_TC` holds the experts that the tokens of one sequence chose, best first. Return a copy with -1 where the expert has no place left. Each of `count` experts has `places` places; all first choices come before all second ones, and earlier tokens before later ones.
+# `chosen_TC` holds the experts that the tokens of one sequence chose, best first.
+# Return a copy with -1 where the expert has no place left.
+# Each of `count` experts has `places` places; all first choices come before all second ones, and earlier tokens before later ones.
 
 # %%
 def my_admit(chosen_TC, count, places):
@@ -1065,7 +1123,7 @@ check(my_admit)
 # :class: dropdown
 # ```
 #
-# A loop is plainest. `router.drop_overflow` has no loop: in the order of choices it counts how often each expert was chosen before.
+# A loop is simplest. `router.drop_overflow` has no loop: in the order of choices it counts how often each expert was chosen before.
 
 # %%
 def my_admit(chosen_TC, count, places):
@@ -1087,11 +1145,13 @@ check(my_admit)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} Uneven, with your own all-to-all (medium)
+# ```{exercise-start} Uneven sizes, with your own all-to-all (medium)
 # :label: ex-experts-exchange
 # ```
 #
-# Return what `experts.exchange_rows` returns in forward. The rows of `x_RH` are in the order of the ranks that they go to, `sent[j]` of them for rank `j`; `received[i]` rows come from rank `i`. The course's `collectives.all_to_all(outputs, inputs, group)` takes lists of tensors of any sizes.
+# Return what `experts.exchange_rows` returns in forward.
+# The rows of `x_RH` are in the order of the ranks that they go to, `sent[j]` of them for rank `j`; `received[i]` rows come from rank `i`.
+# The course's `collectives.all_to_all(outputs, inputs, group)` takes lists of tensors of any sizes.
 
 # %%
 def my_exchange(x_RH, sent, received, group):
@@ -1110,7 +1170,7 @@ check(my_exchange)
 # :class: dropdown
 # ```
 #
-# Cut, make room, exchange, join.
+# Split, allocate outputs, exchange, concatenate.
 
 # %%
 def my_exchange(x_RH, sent, received, group):
@@ -1130,7 +1190,10 @@ check(my_exchange)
 # :label: ex-experts-average
 # ```
 #
-# Four ranks have tokens of their own; ranks 0 and 1 share the experts, ranks 2 and 3 have copies of them. After backward `shared` is the gradient of a parameter that all ranks have, and `own` the gradient of one of this rank's experts. Change both in place to the gradients of one process. `data` is the group of all four ranks, `copies` the group of the ranks with the same experts.
+# Four ranks have tokens of their own; ranks 0 and 1 share the experts, ranks 2 and 3 have copies of them.
+# After backward `shared` is the gradient of a parameter that all ranks have, and `own` the gradient of one of this rank's experts.
+# Change both in place to the gradients of one process.
+# `data` is the group of all four ranks, `copies` the group of the ranks with the same experts.
 
 # %%
 def my_average(shared, own, data, copies):
@@ -1170,7 +1233,8 @@ check(my_average)
 # :label: ex-experts-balance
 # ```
 #
-# Return the balancing loss of one layer, $E \sum_e f_e P_e$, so that its mean over ranks, and its gradient, are those of one process with all tokens. `scores_TE` are this rank's tokens' scores, `chosen_TC` the experts that they chose; all ranks have equally many tokens.
+# Return the balancing loss of one layer, $E \sum_e f_e P_e$, so that its mean over ranks, and its gradient, are those of one process with all tokens.
+# `scores_TE` are the scores of this rank's tokens, `chosen_TC` the experts that they chose; all ranks have equally many tokens.
 
 # %%
 def my_balancing(scores_TE, chosen_TC, group):
@@ -1189,7 +1253,8 @@ check(my_balancing)
 # :class: dropdown
 # ```
 #
-# The load is counted over all ranks; it has no gradient, so a plain all-reduce is enough. The mean score is this rank's own: gradients are averaged over ranks later, which makes it the mean over all tokens.
+# The load is counted over all ranks; it has no gradient, so a plain all-reduce is enough.
+# The mean score is over this rank's tokens only: averaging gradients over ranks makes it the mean over all tokens.
 
 # %%
 def my_balancing(scores_TE, chosen_TC, group):
@@ -1210,7 +1275,7 @@ check(my_balancing)
 # :label: ex-experts-ranks
 # ```
 #
-# Return the smallest number of ranks to share the experts of `config`: it divides `config.experts`; the model states of a rank, 16 bytes for each of `experts.count_held_parameters(config, ranks)`, take at most `limit` bytes; and each expert gets `rows` rows or more, where each rank brings `tokens` tokens and choices are even. `None` if there is none.
+# Return the smallest number of ranks to share the experts of `config`: it divides `config.experts`; the model states of a rank, 16 bytes for each of `experts.count_held_parameters(config, ranks)`, take at most `limit` bytes; and each expert gets `rows` rows or more, where each rank brings `tokens` tokens and choices are even. Return `None` if there is no such number.
 
 # %%
 def my_expert_ranks(config, tokens, limit, rows):
@@ -1256,7 +1321,7 @@ check(my_expert_ranks)
 # - Experts on several ranks need two all-to-alls of unequal sizes, dispatch and combine, and two in backward.
 # - An expert's gradient is summed over its copies and divided by the number of all ranks that have tokens.
 # - A capacity fixes message sizes but drops choices, and outputs then depend on later tokens; dropless layers send every row.
-# - Without a remedy, routers collapse onto few experts. An auxiliary loss or a bias keeps loads even; choices are counted over all ranks.
+# - Without a remedy, routers collapse onto few experts. A balancing loss or a bias keeps loads even; choices are counted over all ranks.
 # - All ranks wait for the rank with the most rows; on a GPU an expert needs hundreds of rows.
 #
 # ## Further reading

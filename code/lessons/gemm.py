@@ -18,9 +18,9 @@
 #
 # After this lesson you can
 #
-# - divide a matrix product among ranks in three ways, and say which tensors each sends, and when;
-# - predict the bytes that a rank holds and sends, to the byte;
-# - divide all three matrices at once, on a grid of ranks, and say when that is worth it;
+# - divide a matrix product among ranks in three ways, and say which tensors each way sends, and when;
+# - predict the exact number of bytes that a rank holds and sends;
+# - shard all three matrices, on a grid of ranks, and say when a grid pays;
 # - predict, from three measured numbers, the size above which splitting a product pays;
 # - read from a roofline whether an operation is limited by memory or by arithmetic, and why thin shards compute more slowly.
 #
@@ -28,7 +28,7 @@
 #
 # A puzzle: each GPU computes 400 TFLOP/s and sends 200 GB/s to the others, without latency.
 # Together they multiply two matrices of 16-bit numbers with 2,000 rows and columns, and every GPU needs the result.
-# Two GPUs take as long as one, and so do 64.
+# Two GPUs take as long as one GPU; so do 64 GPUs.
 # This lesson derives the 2,000, and explains why it does not depend on the number of GPUs.
 
 # %% tags=["hide-input"]
@@ -63,12 +63,12 @@ def make_matrices(M, K, N, dtype=torch.float32):
 # %% [markdown]
 # ## A product that does not fit
 #
-# The last product of a language model is its largest: tokens times vocabulary.
-# Here it has 2,048 tokens, a hidden size of 512, and a vocabulary of 8,192.
+# The last matrix product of a language model is its largest: its result has tokens × vocabulary entries.
+# Here there are 2,048 tokens, a hidden size of 512, and a vocabulary of 8,192.
 # In float32 the three matrices take 88 MB, and we limit a rank's memory to 40 MB.
 #
 # In this lesson sizes have the names of linear algebra: $C_{MN} = A_{MK}\,B_{KN}$.
-# A lower-case letter is a rank's share of that dimension: `a_mK` has $m$ of the $M$ rows of $A$.
+# A lower-case letter is one rank's share of a dimension: `a_mK` has $m$ of the $M$ rows of $A$.
 # The number of ranks is $t$.
 
 # %%
@@ -82,7 +82,7 @@ except gemm.MemoryBudgetError as error:
     print(f"{type(error).__name__}: {error}")
 
 # %% [markdown]
-# A GPU has such a budget, its memory, and an error message of its own:
+# A GPU's budget is its memory; exceeding it raises an error, too:
 
 # %% tags=["hide-input"]
 # Tries a product that is too large for a GPU, if there is one
@@ -108,20 +108,22 @@ else:
 # %% [markdown]
 # ## Three ways to cut: by rows, columns or the inner dimension
 #
-# A product has three dimensions, $M$, $N$ and $K$, and can be cut along any of them.
+# A product has three dimensions, $M$, $N$ and $K$, and can be cut (*sharded*) along any of them.
 #
-# ![Three ways to share C = A @ B among four ranks. By rows: each rank has a quarter of A's rows and all of B, and makes a quarter of C's rows. By columns: each has all of A and a quarter of B's columns, and makes a quarter of C's columns. By the inner dimension: each has a quarter of A's columns and of B's rows, and makes a whole matrix; the four have to be summed.](../figures/gemm_ways.svg)
+# ![Three ways to share C = A @ B among four ranks. By rows: each rank has a quarter of A's rows and all of B, and makes a quarter of C's rows. By columns: each has all of A and a quarter of B's columns, and makes a quarter of C's columns. By the inner dimension: each has a quarter of A's columns and of B's rows, and makes a matrix as large as C; these four matrices have to be summed.](../figures/gemm_ways.svg)
 #
-# A row of $C$ needs one row of $A$ and all of $B$. A column of $C$ needs one column of $B$ and all of $A$:
+# A row of $C$ needs one row of $A$ and all of $B$.
+# A column of $C$ needs one column of $B$ and all of $A$:
 #
 # $$A\,[\,B_1 \mid B_2\,] = [\,A B_1 \mid A B_2\,]$$
 #
-# The product sums over the inner dimension $K$, so cutting $K$ cuts the sum:
+# The product sums over the inner dimension $K$, so cutting $K$ splits this sum:
 #
 # $$[\,A_1 \mid A_2\,] \begin{bmatrix} B_1 \\ B_2 \end{bmatrix} = A_1 B_1 + A_2 B_2$$
 #
-# Each summand is as large as all of $C$.
-# So cuts by rows and by columns need one whole factor on every rank and leave $C$ cut; a cut by the inner dimension needs no whole factor, but a sum over all ranks.
+# Each summand, a *partial sum*, is as large as all of $C$.
+# So sharding by rows or columns needs one whole factor on every rank, and leaves $C$ sharded.
+# Sharding by the inner dimension needs no whole factor, but a sum over all ranks.
 #
 # ## The three ways, in five lines of code each
 #
@@ -131,7 +133,6 @@ else:
 # ![A product by rows on four ranks, step by step. At first rank 0 alone holds A and B. Then B is broadcast to all, and each rank gets its quarter of the rows of A. Each multiplies, and holds a quarter of the rows of C. After an all-gather every rank holds all of C.](../figures/gemm_story.svg)
 #
 # The next cell runs these steps on two ranks, and each rank prints its matrices.
-# Each rank multiplies its own two rows of $A$; the all-gather stacks the results on every rank.
 
 # %%
 def plain_rows(a_mK, b_KN):
@@ -158,8 +159,8 @@ found = ranks.run(print_product, 2, device="cpu")
 
 
 # %% [markdown]
-# By columns only the last line differs: it joins the gathered shards side by side.
-# By the inner dimension every rank has only a summand of each entry of $C$ until an all-reduce adds them up.
+# By columns, only the last line differs: it joins the gathered shards side by side.
+# By the inner dimension, each rank's product is a partial sum of $C$; an all-reduce adds the partial sums.
 
 # %%
 def plain_columns(a_MK, b_Kn):
@@ -200,12 +201,14 @@ assert max(map(max, off)) == 0
 # ![After a product by the inner dimension each of four ranks holds a matrix of the size of C, with its own products in it. A reduce-scatter leaves each rank a quarter of C, summed over all ranks. An all-gather then gives every rank all of C. The two are an all-reduce.](../figures/gemm_inner.svg)
 #
 # The plain versions leave out two things.
-# First, sizes that the number of ranks does not divide: the collectives need equal pieces.
-# Second, leaving $C$ cut. By rows and columns no bytes are sent then, and by the inner dimension a reduce-scatter is enough, which sends half as many bytes ([measured below](#gemm-bytes)).
+# First, sizes that the number of ranks does not divide: the collectives need equal shards.
+# Second, a $C$ that stays sharded.
+# Then nothing is sent by rows and columns, and by the inner dimension a reduce-scatter is enough, which sends half as many bytes ([measured below](#gemm-bytes)).
 #
 # ## The core: sizes that do not divide, and a result that stays cut
 #
-# `shard_slice` returns the rows of a rank. The number of ranks need not divide the rows: of 10 rows four ranks have 3, 3, 2 and 2.
+# `shard_slice` returns the rows of a rank.
+# The number of ranks need not divide the number of rows: of 10 rows, four ranks get 3, 3, 2 and 2.
 
 # %%
 show.source(
@@ -214,15 +217,16 @@ show.source(
 
 # %% [markdown]
 # Before a gather the shorter shards are padded, and every rank drops the padding afterwards.
-# The last lines of the two functions differ.
-# Gathered rows already lie in memory in the order of the whole matrix.
-# Gathered columns are $t$ narrow matrices, which must be copied side by side. The [first mistakes below](#gemm-wrong) forget this copy.
+# The last lines of `gather_rows` and `gather_columns` differ.
+# Gathered rows are already in the whole matrix's memory order.
+# Gathered columns are $t$ narrow matrices, which must be copied side by side.
+# The [second mistake below](#gemm-wrong) forgets this copy.
 
 # %%
 show.source(gemm.core._pad_shard, gemm.gather_rows, gemm.gather_columns)
 
 # %% [markdown]
-# In `multiply_inner`, `full=False` leaves each rank only its own rows of the sum.
+# With `full=False`, `multiply_inner` returns only this rank's rows of the sum.
 
 # %%
 show.source(gemm.multiply_inner, gemm.core.reduce_scatter)
@@ -230,7 +234,7 @@ show.source(gemm.multiply_inner, gemm.core.reduce_scatter)
 # %% [markdown]
 # ### Memory of each rank
 #
-# The cell counts the bytes that each of four ranks holds at its peak.
+# The next cell counts the bytes that each of four ranks holds at its peak.
 
 # %%
 PEAK_CASES = {
@@ -273,21 +277,22 @@ show.table(rows, [*head, "difference (B)", "fits in 40 MB"])
 # `````{admonition} Checked: "four ranks need a quarter of the memory each"
 # :class: checked
 #
-# Of 88.1 MB a quarter would be 22 MB. By columns it is 25.2 MB, by rows 34.6 MB, and by the inner dimension 72.4 MB (the table above).
-# One matrix is not cut and stays whole on every rank: one factor, or the sum.
-# So cut a dimension of the *largest* matrix, here $C$; of its two dimensions, cut the one that leaves the smaller factor whole.
+# A quarter of 88.1 MB would be 22 MB.
+# A rank holds 25.2 MB by columns, 34.6 MB by rows, and 72.4 MB by the inner dimension (table above).
+# One matrix stays whole on every rank: one factor, or the sum.
+# So shard the *largest* matrix, here $C$, along the dimension that leaves the smaller factor whole.
 # `````
 #
 # ## SUMMA: all three matrices cut, on a grid of ranks
 #
 # With many ranks the whole factor takes most of the memory.
-# On a grid of ranks no rank needs a whole factor: every matrix is cut by rows and columns, and each rank has one block of each.
+# On a grid of ranks every matrix is sharded by rows and columns, and each rank has one block of each matrix.
 # To multiply, ranks broadcast their blocks in their row or column of the grid {cite}`vandegeijn1997summa`.
 #
 # ![SUMMA on a grid of two by two ranks; each rank holds one block of A, of B and of C. Step 1: ranks 0 and 2 hand their block of A along their row of the grid, ranks 0 and 1 their block of B down their column; every rank adds the product of the two blocks it then has to its block of C. Step 2: the same with the blocks of A of ranks 1 and 3, and the blocks of B of ranks 2 and 3.](../figures/gemm_summa.svg)
 #
-# Each step is a product by the inner dimension, but one rank computes all summands of its block and adds them up.
-# The next cell has the picture as a loop, for a square grid and blocks of one size.
+# Each step is a product by the inner dimension, but each rank computes and adds up all partial sums of its own block of $C$.
+# The next cell is the picture as a loop, for a square grid and equal blocks.
 
 # %%
 def plain_summa(a_mk, b_kn, grid):
@@ -316,16 +321,17 @@ print("largest difference from one process:", max(off))
 assert max(off) == 0
 
 # %% [markdown]
-# This loop sends $A$'s block, then $B$'s, waits for both before it multiplies, and holds copies of two whole blocks.
-# The core, this lesson's module, cuts blocks into *panels*, some columns of $A$ and the same rows of $B$, and broadcasts the next panels while these are multiplied.
-# Panels end where a block of $A$ or of $B$ ends, so the grid need not be square, and sizes need not divide.
+# This loop sends a block of $A$, then one of $B$, waits for both before it multiplies, and holds copies of two whole blocks.
+# This lesson's module, the core, cuts blocks into *panels*: some columns of $A$, and the rows of $B$ with the same numbers.
+# It broadcasts the next panels while it multiplies the current ones.
+# Panels end where a block of $A$ or of $B$ ends, so the grid need not be square, nor divide the sizes.
 
 # %%
 show.source(gemm.Grid, gemm.split_panels, gemm.multiply_summa, fold=70)
 
 
 # %% [markdown]
-# The table compares the loop with the core on a 2 × 2 grid with links of 40 MB/s; panels are 64 wide.
+# The table compares the loop with the core on a 2 × 2 grid with links of 40 MB/s; the core's panels are 64 wide.
 
 # %% tags=["hide-input", "measured"]
 # Measures the plain SUMMA and the core's: bytes held, and seconds
@@ -361,9 +367,9 @@ show.table(rows, ["SUMMA", "held by a rank (MB)", "time (ms)"])
 # %% [markdown]
 # ## Every way computes the result of one process
 #
-# The table compares every way with one process on 1 to 4 ranks, with sizes that do not divide, and has the largest differences.
-# Each entry of $C$ is a sum of $K$ products, and each addition rounds its result, with a relative error of at most $u$: $2^{-24}$ in float32.
-# So the results of two orders of addition differ by at most $2 K u\,(|A|\,|B|)$, the tolerance (*allowed*). In float64 $u$ is $2^{-53}$.
+# The table has the largest differences between every way, on 1 to 4 ranks, and one process, with sizes that the ranks do not divide.
+# Each entry of $C$ is a sum of $K$ products, and each addition rounds its result, with a relative error of at most $u$: $2^{-24}$ in float32, $2^{-53}$ in float64.
+# So the results of two orders of addition differ by at most $2 K u\,(|A|\,|B|)$, the tolerance (*allowed*).
 
 # %% tags=["hide-input"]
 # Compares every way with one process, on 1 to 4 ranks, in two dtypes
@@ -424,22 +430,23 @@ head = [
 show.table(rows, ["way", *head])
 
 # %% [markdown]
-# By rows and by columns one rank computes all $K$ products of an entry.
-# Entries can still differ, because the library's order of addition depends on the shapes of the matrices.
+# By rows and by columns, one rank computes all $K$ products of an entry.
+# Entries can still differ from one process's, because the library's order of addition depends on the matrices' shapes.
 #
 # ## What it costs
 #
 # (gemm-bytes)=
 # ### Bytes sent
 #
-# With $S_C = MN \cdot$ itemsize, and by the formulas of [Collectives](collectives.md), a rank sends or receives
+# Let $S_C = MN \cdot$ itemsize.
+# By the formulas of [Collectives](collectives.md), a rank sends or receives
 #
 # - by rows or columns: nothing, or $\frac{t-1}{t} S_C$ if all ranks need $C$;
-# - by the inner dimension: $\frac{t-1}{t} S_C$ if $C$ may stay cut, twice as much if all ranks need $C$;
+# - by the inner dimension: $\frac{t-1}{t} S_C$ if $C$ may stay sharded, twice as much if all ranks need $C$;
 # - on a grid of $p \times q$: it receives $\frac{q-1}{q}$ of its rows of $A$ and $\frac{p-1}{p}$ of its columns of $B$.
 #
-# Our reduce-scatter is an `all_to_all_single` and a sum in the order of the ranks, which sends as many bytes, and gives the same bits each time.
-# The table compares the formulas with two counts: the bytes of each operation, which must be equal, and the bytes that the loopback interface transmitted, with headers.
+# Our reduce-scatter is an `all_to_all_single` and a sum in rank order. It sends as many bytes as the formula says, and gives the same bits each time.
+# The table compares the formulas with two counts: the bytes of each collective, which must be equal, and the bytes that the loopback interface transmitted, with headers.
 
 # %% tags=["hide-input", "measured"]
 # Table: bytes sent: predicted, counted, and on the network interface
@@ -509,7 +516,8 @@ show.table(
 # %% [markdown]
 # ### Bytes by rows and on a grid
 #
-# SUMMA helps with many ranks. Let $A$, $B$ and $C$ all be cut, and stay cut, and let the number of ranks grow.
+# SUMMA helps with many ranks.
+# Suppose that $A$, $B$ and $C$ are all sharded, and stay sharded.
 # A product by rows must then gather $B$ first.
 
 # %% tags=["hide-input"]
@@ -540,13 +548,15 @@ show.table(
 
 # %% [markdown]
 # By rows, a rank receives all of $B$, however many ranks there are.
-# On a grid it receives $2(\sqrt t - 1)\,n^2/t$ entries, and holds $3 n^2/t$ and two panels of each factor.
-# With only one copy of the matrices in memory no algorithm can receive fewer, up to a constant factor {cite}`irony2004lower`.
-# So supercomputers multiply on grids. Transformers mostly do not: their $t$ is small, 2 to 8 in most nodes, and they cut pairs of products by columns and by the inner dimension (the fifth exercise).
+# On a grid it receives $2(\sqrt t - 1)\,n^2/t$ entries, and holds $3 n^2/t$ entries and two panels of each factor.
+# With only one copy of the matrices in memory, no algorithm can receive fewer entries, up to a constant factor {cite}`irony2004lower`.
+# So supercomputers multiply on grids.
+# Transformers mostly do not: their $t$ is small, 2 to 8 in most nodes, and they shard pairs of products by columns, then by the inner dimension (the fifth exercise).
 #
 # ### Seconds: when splitting pays
 #
-# A rank computes $2MNK/t$ operations. With $F$ operations per second, and the all-gather of [Collectives](collectives.md), the split product takes
+# A rank computes $2MNK/t$ operations.
+# With $F$ operations per second, and an all-gather with latency $\alpha$ and $\beta$ seconds per byte ([Collectives](collectives.md)), the product by rows takes
 #
 # $$\frac{2MNK}{tF} + (t-1)\,\alpha + \frac{t-1}{t}\,\beta\,S_C$$
 #
@@ -555,14 +565,14 @@ show.table(
 # $$\frac{2n^3}{F}\cdot\frac{t-1}{t} = \frac{t-1}{t}\,\beta\,w\,n^2, \qquad\text{so}\qquad n^* = \frac{w}{2}\,\beta F.$$
 #
 # The factor with $t$ cancels: both the operations saved and the bytes to wait for contain it.
-# If $B$ has to be broadcast first, its time is added, and $n^*$ is larger.
-# With 400 TFLOP/s, 200 GB/s and 2 bytes, $n^*$ is the 2,000 of the beginning.
+# If $B$ has to be broadcast first, the broadcast's time is added, and $n^*$ is larger.
+# With 400 TFLOP/s, 200 GB/s and 2 bytes, $n^*$ is the 2,000 of the puzzle.
 #
 # `````{admonition} Checked: "if two GPUs are slower than one, take more of them"
 # :class: checked
 #
 # Below $n^*$ more ranks do not help; with latency they take longer.
-# The table has $n^*$ for 2 to 64 ranks, by rows with an all-gather, and by the inner dimension with an all-reduce, rounded to multiples of $t$.
+# The table has $n^*$ for 2 to 64 ranks, by rows with an all-gather, and by the inner dimension with an all-reduce, rounded up to multiples of $t$.
 # `````
 
 # %% tags=["hide-input"]
@@ -587,8 +597,8 @@ show.table(rows, ["ranks", *head, "inner, α = 10 µs (side)"])
 
 # %% [markdown]
 # The next cell measures this machine, with two ranks, one core each, and an emulated link of 400 MB/s between them.
-# `gemm.measure_machine` finds operations per second, latency and bandwidth, and `gemm.find_break_even_side` predicts the crossing from them.
-# Then the cell measures one rank and two ranks at half of the predicted side, at twice that side, and in between.
+# `gemm.measure_machine` finds operations per second, latency and bandwidth. From these, `gemm.find_break_even_side` predicts the *crossing*: the side at which one rank and two take equally long.
+# Then the cell measures both at half of the predicted side, at twice this side, and in between.
 
 # %%
 def time_one_and_two():
@@ -606,8 +616,8 @@ def time_one_and_two():
 
 
 # %% [markdown]
-# A link of 400 MB/s is slow, but so is a processor's core: only the ratio matters.
-# All times, the calibration's included, are the fastest of several runs, because other work on the machine only adds to them.
+# A link of 400 MB/s is slow, but a CPU core is slow, too: only their ratio matters.
+# All times, the calibration's included, are the fastest of several runs, because other work on the machine only adds time.
 
 # %% tags=["hide-input", "measured"]
 # Measures and plots the size at which one rank and two take equally long
@@ -652,23 +662,23 @@ show.figure(
 )
 
 # %% [markdown]
-# The measured crossing lies between two measured sides, and moves by some tens of percent from run to run: the two lines cross at a small angle, so a few percent of time change the side by many rows.
+# The measured crossing lies between two measured sides, and moves by some tens of percent from run to run: the two lines cross at a small angle, so a few percent of time move the crossing by many rows.
 #
 # (gemm-roofline)=
 # ## From bytes to seconds: the roofline
 #
 # The formula assumes that a rank with a $t$-th of the work needs a $t$-th of the time.
-# Its time depends also on the bytes that it reads from its own memory.
-# Every byte of an operation moves between memory and arithmetic units, and for many operations that takes longer than the arithmetic.
+# But a rank's time also depends on the bytes that it reads from its own memory: for many operations, moving bytes between memory and arithmetic units takes longer than the arithmetic.
 #
-# The *arithmetic intensity* of an operation is its FLOP (floating-point operations) for each byte moved. A machine's FLOP/s are at most
+# The *arithmetic intensity* of an operation is its FLOP (floating-point operations) for each byte moved.
+# The operation's FLOP/s are at most
 #
 # $$
-# \min(\text{its FLOP/s},\; \text{intensity} \times \text{its bytes/s})
+# \min(\text{machine's FLOP/s},\; \text{intensity} \times \text{machine's bytes/s})
 # $$
 #
-# Plotted over the intensity, this bound looks like a roof {cite}`williams2009roofline`. Left of the ridge memory is the limit, right of the ridge arithmetic.
-# The next cell lists five operations of training, with their FLOP and the least bytes that they must move.
+# Plotted over the intensity, this bound looks like a roof {cite}`williams2009roofline`. Left of the ridge, memory is the limit; right of the ridge, arithmetic.
+# The next cell lists five operations of training, with their FLOP and the fewest bytes that they must move.
 
 # %%
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -693,7 +703,7 @@ WORKLOADS = {  # name: (FLOP, bytes, the work); all in float32
 
 
 # %% [markdown]
-# The roof is drawn from the best rates that these operations, or a long copy, reached.
+# The roof is drawn from the best rates that these operations, or a copy of a large tensor, reached.
 
 # %% tags=["hide-input", "measured"]
 # Measures and plots the roofline of this machine
@@ -723,19 +733,21 @@ show.figure(
 
 # %% [markdown]
 # The optimizer's step and every elementwise operation are far to the left: fewer bytes make them faster, more FLOP/s do not.
-# So is a product with a matrix of one column, as in generating text one token at a time.
-# With $bs$ tokens in a batch, a weight matrix is read once and used $bs$ times, so more tokens move a product to the right, under the flat roof: smaller batches save memory, but compute more slowly.
+# A product with a one-column matrix, as in generating text one token at a time, is there, too.
+# A weight matrix is read once and used for all tokens of a batch, so more tokens move a product to the right, under the flat roof.
+# Smaller batches save memory, but compute more slowly.
 #
 # ### Thin shards
 #
-# Cutting a product moves it to the left, because a rank reads more than a $t$-th of the bytes.
+# Sharding a product moves it to the left, because a rank reads more than a $t$-th of the bytes.
 #
 # ![What one rank reads and writes for its share of a square product, cut by columns. On 1 rank: all of A, B and C. On 2: all of A, half of B and C; half the work for 0.67 of the bytes. On 4: a quarter of the work for 0.50 of the bytes. On 16: a sixteenth of the work for 0.38 of the bytes.](../figures/gemm_thin.svg)
 #
 # For square matrices the intensity is $2n/(w(t+2))$.
-# Also, a kernel cuts $C$ into tiles and distributes them over the processor's units; a thin shard has few tiles, so in the last round some units are idle, and a tile at the edge is computed in full {cite}`nvidia2023gemm`.
+# Also, a kernel cuts $C$ into tiles and distributes the tiles over the processor's units.
+# A thin shard has few tiles, so some units are idle in the last round, and a tile at the edge is computed in full {cite}`nvidia2023gemm`.
 #
-# The cell measures one rank's share of a product for 1 to 16 ranks, on one device, without communication.
+# The next cell measures one rank's share of a product for 1 to 16 ranks, on one device, without communication.
 
 # %%
 def time_thin_shards():
@@ -751,7 +763,7 @@ def time_thin_shards():
 
 
 # %% [markdown]
-# *Reachable* is the roof at the shard's intensity, for the matrices' dtype. Its flat part is the best rate of a large product and of these shards, so no rate is above it.
+# *Reachable* is the roof at the shard's intensity, for the matrices' dtype. The roof's flat part is the best rate of a large product and of these shards, so no measured rate is above it.
 
 # %% tags=["hide-input", "measured"]
 # Table: rates of thin shards, compared with the roof
@@ -793,15 +805,18 @@ show.table(rows, head)
 # `````{admonition} Checked: "cut into 16, each rank computes 16 times less, so it is done 16 times sooner"
 # :class: checked
 #
-# The last column is the remaining speed, in percent of $t = 1$, before any communication.
-# By rows, at $t = 16$, a rank reads all of $B$ and uses each entry for a few rows only. At, for example, a fifth of the speed, 16 ranks take a third of the time, not a sixteenth.
-# By columns the speed depends on the device. A GPU has fewer tiles to distribute; a processor's core may even gain, because its part of $B$ fits into a cache.
+# The last column is a rank's speed, in percent of its speed at $t = 1$, without communication.
+# By rows, at $t = 16$, a rank reads all of $B$ and uses each entry for a few rows only.
+# If the speed falls to a fifth, for example, 16 ranks take a third of the time, not a sixteenth.
+# By columns, the speed depends on the device.
+# A GPU has fewer tiles to distribute; a CPU core may even gain speed, because its shard of $B$ fits into a cache.
 # `````
 #
 # ## PyTorch's DTensor
 #
-# PyTorch's `DTensor` is a tensor that stores how it is cut. The product `@` of two DTensors derives the placement of the result.
-# The next cell maps our ways to DTensor's placements; the table shows which call sends.
+# PyTorch's `DTensor` is a tensor that stores how it is sharded: its *placements*.
+# The product `@` of two DTensors derives the result's placements.
+# The next cell maps our ways to placements; the table shows what each call sends.
 
 # %%
 PLACEMENTS = {
@@ -850,11 +865,12 @@ show.table(rows, ["way", "A", "B", "A @ B", "sent by @", "sent by full_tensor()"
 
 
 # %% [markdown]
-# S(0), `Shard(0)` in full, is cut by rows, S(1) by columns, R is whole on every rank (`Replicate`), and P is a summand that is not yet added up (`Partial`).
-# DTensor adds up only when an operation needs the sum. On a grid DTensor gathers a whole row of $A$ and a whole column of $B$ at once; SUMMA broadcasts panels.
+# S(0), short for `Shard(0)`, is sharded by rows, S(1) by columns, R (`Replicate`) is whole on every rank, and P (`Partial`) is a partial sum.
+# DTensor adds up partial sums only when an operation needs the sum.
+# On a grid, DTensor gathers a row of $A$'s blocks and a column of $B$'s blocks at once; SUMMA broadcasts panels.
 # PyTorch's tensor parallelism uses these placements.
 #
-# DTensor takes some time itself. For the table, DTensor and our module multiply by rows and gather $C$ on two ranks, in turn.
+# DTensor itself takes time: for the table, DTensor and our module in turn multiply by rows and gather $C$ on two ranks.
 
 # %% tags=["hide-input", "measured"]
 # Measures DTensor and our module, for small and for large matrices
@@ -895,7 +911,8 @@ show.table(rows, ["side", "ours (ms)", "DTensor (ms)", "ours / DTensor"])
 
 
 # %% [markdown]
-# `DTensor` works out placements in Python for each operation. That takes a few tenths of a millisecond, whatever the size: much compared with a product of side 64, little compared with a product that needs two GPUs.
+# `DTensor` works out placements in Python for each operation.
+# This takes a few tenths of a millisecond, whatever the size: much compared with a product of side 64, little compared with a product that needs two GPUs.
 #
 # (gemm-wrong)=
 # ## What goes wrong
@@ -933,10 +950,11 @@ show.table(rows, ["mistake", "shape", "the same on all ranks", "relative error o
 
 
 # %% [markdown]
-# The shape is right each time, so later code raises no error, and two of the three mistakes give the same result on all ranks.
-# So compare with one process once, on small matrices whose sizes are all different and do not divide. Square matrices hide most mistakes.
+# The shapes are right, so later code raises no error, either; two of the mistakes give the same result on all ranks.
+# So compare with one process once, on small matrices whose sizes all differ and are no multiples of $t$. Square matrices hide most mistakes.
 #
-# The fourth mistake is small. In bfloat16 the summands are rounded to eight bits *before* they are added, and each addition rounds again.
+# A fourth mistake has a small effect.
+# In bfloat16, partial sums are rounded to eight bits *before* they are added, and each addition rounds again.
 
 # %%
 def compare_rounding():
@@ -961,21 +979,23 @@ head = ["by rows (%)", "inner, summed in bfloat16 (%)", "inner, summed in float3
 show.table(rows, ["ranks", *head], caption="Relative error of a product in bfloat16")
 
 # %% [markdown]
-# By rows the error does not depend on $t$. By the inner dimension the error grows; summing in float32 avoids this, at twice the bytes.
+# By rows, the error does not depend on $t$.
+# By the inner dimension, the error grows with $t$; summing in float32 avoids this, but sends twice the bytes.
 #
 # ## Rows, columns, inner dimension or grid?
 #
 # | way | advantages | disadvantages |
 # |---|---|---|
-# | rows | nothing to send if $C$ may stay cut | all of $B$ on every rank; shards thin in $M$ |
-# | columns | nothing to send if $C$ may stay cut; its result is the input of *inner* | all of $A$ on every rank |
-# | inner | neither factor whole; its input is the result of *columns* | all of $C$ on every rank, for a moment; a sum in every product |
-# | grid | no matrix whole; received bytes fall with $\sqrt t$ | more and smaller messages, $t = p \cdot q$ |
+# | rows | nothing to send if $C$ may stay sharded | all of $B$ on every rank; shards thin in $M$ |
+# | columns | nothing to send if $C$ may stay sharded; its result is sharded like the input of *inner* | all of $A$ on every rank |
+# | inner | neither factor whole; its input is sharded like the result of *columns* | a partial sum as large as $C$ on every rank; a sum in every product |
+# | grid | no matrix whole; received bytes fall with $\sqrt t$ | more and smaller messages; $t$ must be $p \cdot q$ |
 # | one rank | no communication | all matrices must fit; slower than several ranks above $n^*$ |
 #
-# In data parallelism tokens are the rows: each rank has its own rows, and all of the weights. Data parallelism is *by rows*, without the all-gather.
+# In data parallelism, tokens are the rows: each rank has its own rows, and all of the weights.
+# Data parallelism is *by rows*, without the all-gather.
 # ZeRO's stage 3 gathers $B$, the weights, first.
-# Tensor parallelism cuts weights by columns and by the inner dimension.
+# Tensor parallelism shards weights by columns and by the inner dimension.
 #
 # ```{admonition} On more GPUs
 # :class: note
@@ -1007,7 +1027,7 @@ check(answer, "gemm_bytes")
 # :class: dropdown
 # ```
 #
-# The summands have the shape of $C$.
+# The partial sums have the shape of $C$.
 
 # %%
 answer = 2 * 3 / 4 * 4096 * 11008 * 4
@@ -1052,9 +1072,9 @@ check(answer, "gemm_pays")
 # :label: ex-gemm-backward
 # ```
 #
-# $C = AB$ was made by columns: `a_MK` is whole on every rank, `b_Kn` has this rank's columns, and `grad_Mn` is the gradient of this rank's columns of $C$.
+# $C = AB$ was computed by columns: `a_MK` is whole on every rank, `b_Kn` has this rank's columns, and `grad_Mn` is the gradient of this rank's columns of $C$.
 # Return the gradient of all of $A$, on every rank, and the gradient of `b_Kn`, with a single collective. $t$ need not divide $N$.
-# (In one process they are `grad_MN @ b_KN.T` and `a_MK.T @ grad_MN`.)
+# (In one process the gradients are `grad_MN @ b_KN.T` and `a_MK.T @ grad_MN`.)
 
 # %%
 def my_backward_of_columns(a_MK, b_Kn, grad_Mn, group):
@@ -1073,7 +1093,8 @@ check(my_backward_of_columns)
 # :class: dropdown
 # ```
 #
-# $N$ was the cut dimension of $C$, and is the inner dimension of $A$'s gradient: a product by columns, backward, is a product by the inner dimension. $B$'s gradient is again a product by columns.
+# $N$, the sharded dimension of $C$, is the inner dimension of $A$'s gradient, which is thus a product by the inner dimension.
+# $B$'s gradient is again a product by columns.
 
 # %%
 def my_backward_of_columns(a_MK, b_Kn, grad_Mn, group):
@@ -1152,7 +1173,7 @@ check(my_two_products)
 # :class: dropdown
 # ```
 #
-# A product *by columns* leaves its result cut exactly as a product *by the inner dimension* needs its input, and GELU works on each entry alone. Tensor parallelism is built on this {cite}`shoeybi2019megatron`.
+# A product *by columns* leaves its result sharded exactly as a product *by the inner dimension* needs its input, and GELU works on each entry alone. Tensor parallelism is built on this {cite}`shoeybi2019megatron`.
 
 # %%
 def my_two_products(x_MK, v_Kf, w_fN, group):
@@ -1169,13 +1190,13 @@ check(my_two_products)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} B goes around (hard)
+# ```{exercise-start} B in a ring (hard)
 # :label: ex-gemm-ring
 # ```
 #
 # `a_mK` has this rank's rows of $A$, `b_kN` this rank's rows of $B$; $t$ divides $K$. Return this rank's rows of $C$.
-# No rank may hold all of $B$: let the pieces go around a ring.
-# `ranks.exchange(outgoing, to, incoming, source, group)` starts to send and receive in one batch, and returns immediately; `.wait()` waits. (A ring in which all send first and then receive hangs with NCCL: [Collectives](collectives.md#deadlock-in-a-ring-who-sends-first) says why.)
+# No rank may hold all of $B$: pass the shards around a ring.
+# `ranks.exchange(outgoing, to, incoming, source, group)` starts to send and receive in one batch, and returns immediately; `.wait()` waits. (A ring in which all ranks send first and then receive hangs with NCCL: [Collectives](collectives.md#deadlock-in-a-ring-who-sends-first) says why.)
 
 # %%
 def my_ring_product(a_mK, b_kN, group):
@@ -1194,7 +1215,7 @@ check(my_ring_product)
 # :class: dropdown
 # ```
 #
-# Start to send before you multiply, so that both overlap. In step $i$ rank $r$ holds the piece of $B$ from rank $r - i$; multiply it by the columns of $A$ with the same numbers.
+# Start to send before you multiply, so that both overlap. In step $i$ rank $r$ holds the shard of $B$ from rank $r - i$; multiply it by the columns of $A$ with the same numbers.
 
 # %%
 def my_ring_product(a_mK, b_kN, group):
@@ -1220,12 +1241,12 @@ check(my_ring_product)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} Which way? (design)
+# ```{exercise-start} Least memory (design)
 # :label: ex-gemm-way
 # ```
 #
 # Return `"rows"`, `"columns"` or `"inner"`: the way in which the fullest rank holds the fewest entries, summed over its shards of $A$ and $B$ and its own product.
-# Sizes need not divide; $C$ is neither gathered nor reduced.
+# The ranks need not divide the sizes; $C$ is neither gathered nor reduced.
 
 # %%
 def my_way(M, K, N, ranks_):
@@ -1267,13 +1288,13 @@ check(my_way)
 #
 # ## Summary
 #
-# - A product can be cut along $M$, $N$ or $K$. Along $M$ and $N$ nothing is sent as long as $C$ may stay cut; along $K$ there is a sum over ranks.
-# - One matrix stays whole on every rank: $B$ by rows, $A$ by columns, a summand of $C$ by the inner dimension.
+# - A product can be cut along $M$, $N$ or $K$. Along $M$ and $N$ nothing is sent if $C$ may stay sharded; along $K$ there is a sum over ranks.
+# - One matrix stays whole on every rank: $B$ by rows, $A$ by columns, a partial sum of $C$ by the inner dimension.
 # - To have all of $C$ on all ranks, a rank sends $\frac{t-1}{t} S_C$ by rows and columns, twice as much by the inner dimension.
 # - On a grid no matrix is whole, and received bytes per rank fall with $\sqrt t$.
 # - Splitting pays for sizes above $n^* = \frac{w}{2}\beta F$, for any number of ranks.
-# - Below the ridge of the roofline, bytes decide the time. Thin shards do fewer operations per byte, so each rank computes more slowly.
-# - Cut the first product by columns and the second by the inner dimension: two products need one sum. This is the basis of tensor parallelism.
+# - Left of the roofline's ridge, bytes determine the time. Thin shards do fewer operations per byte, so each rank computes more slowly.
+# - Shard the first product by columns and the second by the inner dimension: two products need one sum, as in tensor parallelism.
 #
 # ## Further reading
 #

@@ -18,13 +18,13 @@
 #
 # After this lesson you can
 #
-# - predict, before you start a job, how many bytes each of its parts takes, most of them to the byte;
-# - read an out-of-memory error, and tell from it which part was too large;
+# - predict the bytes of each kind of tensor in a training step before you start it, most of them exactly;
+# - tell from an out-of-memory error which tensors were too large;
 # - choose between a smaller batch, recomputation and more GPUs by calculation, not by trial.
 #
 # The file of Llama 3 8B, 8 billion weights of two bytes, is 16 GB.
-# Training it takes more than the 80 GB of an H100, even with a batch of one word.
-# With one sequence of the length that the model was trained on, it takes more than the 141 GB of an H200.
+# Training the model takes more than the 80 GB of an H100, even with a batch of one token.
+# With one sequence of the model's training length, it takes more than the 141 GB of an H200.
 #
 # ```{quiz} one-gpu-before
 # ```
@@ -94,7 +94,7 @@ def format_difference(measured, predicted):
 # %% [markdown]
 # ## Hardware of this machine
 #
-# This machine executed the page; its memory limits the measurements below.
+# This page was executed on this machine, whose memory limits the measurements below.
 
 # %% tags=["hide-input", "measured"]
 # Table: hardware of this machine
@@ -102,13 +102,15 @@ show.table(count.describe_machine(), ["property", "this machine"])
 
 # %% [markdown]
 # Three facts about a GPU decide what it can train.
-# Its *memory* must hold all tensors of a step. Its *bandwidth* is the number of bytes per second that it can read from this memory. Its *compute capability* is NVIDIA's version number for its functions: bfloat16 matrix units from 8.0 on, 8-bit floats from 8.9 on.
-# Without a GPU, everything on this page uses the processor's memory, and the counts of bytes are the same.
+# Its *memory* must hold all tensors of a step.
+# Its *bandwidth* is the number of bytes per second that it can read from this memory.
+# Its *compute capability* is NVIDIA's version number for its features: bfloat16 matrix units from 8.0 on, 8-bit floats from 8.9 on.
+# Without a GPU, everything on this page uses the host's memory, and the byte counts are the same.
 #
 # ## A model that does not fit
 #
-# Here is what one GPU would hold to train Llama 3 8B in bfloat16, on one sequence of 8192 tokens.
-# The weights are a small part. The rest of this lesson explains the other parts.
+# The table shows what one GPU would hold to train Llama 3 8B in bfloat16, on one sequence of 8192 tokens.
+# The weights are a small part.
 
 # %%
 llama = PRESETS["llama-3-8b"]
@@ -136,14 +138,16 @@ show.table(rows, ["Llama 3 8B on one GPU", "size (GB)", "of all parts (%)"])
 
 
 # %% [markdown]
-# The last row is the *peak*, the largest number of bytes held at one moment. The peak has to fit into the GPU.
+# The last row is the *peak*, the largest number of bytes held at one moment.
+# The peak has to fit into the GPU.
 # It is less than the sum of the parts, because the parts are never all held at once: during backward, activations are freed while gradients are made.
-# When backward begins, all activations exist and hardly any gradients; when backward ends, all gradients and no activations.
+# When backward begins, all activations exist but hardly any gradients; when backward ends, all gradients exist but no activations.
 #
 # ### What out-of-memory looks like
 #
 # When a tensor does not fit, the line that allocates it raises an error.
-# The next cell allocates a thousand terabytes, or on a GPU ten times its memory. A failed allocation takes no memory.
+# The next cell allocates a thousand terabytes, or on a GPU ten times its memory.
+# A failed allocation takes no memory.
 
 # %% tags=["measured"]
 def catch_refusal(size, device):
@@ -158,33 +162,38 @@ print(textwrap.fill(catch_refusal(size, "cuda" if GPU else "cpu"), 90))
 
 
 # %% [markdown]
-# On a GPU the message is longer, and each of its numbers answers a question.
+# On a GPU the message is longer, and each of its numbers is useful:
 #
 # | the message says | meaning | use |
 # |---|---|---|
 # | Tried to allocate … | the one tensor that did not fit | divide by the bytes of an element, and look for a tensor of that size in your model, often the logits |
-# | total capacity of … | the GPU's memory, in GiB | a GPU sold with "40 GB" reports 39.56 GiB, which is 42.5 GB: labels mix the units |
-# | of which … is free | bytes that no process holds | add the last row's number for all unused bytes |
-# | Process … has … in use | what each process holds on this GPU | is there a second process that you forgot? |
-# | … is allocated by PyTorch | the bytes of existing tensors | compare with the prediction; this lesson predicts this number |
-# | … is reserved by PyTorch but unallocated | blocks that PyTorch keeps, and no tensor uses | a large number means fragmentation, see [below](#memory-wrong) |
+# | total capacity of … | the GPU's memory, in GiB | a GPU sold with "40 GB" reports 39.56 GiB, which is 42.5 GB: labels mix GB and GiB |
+# | of which … is free | bytes that no process holds | add the last row's number to get all unused bytes |
+# | Process … has … in use | what each process holds on this GPU | look for a process that you forgot |
+# | … is allocated by PyTorch | the bytes of existing tensors | compare this number with this lesson's prediction |
+# | … is reserved by PyTorch but unallocated | blocks that PyTorch keeps but no tensor uses | a large number means fragmentation, see [below](#memory-wrong) |
 #
-# On a CPU a process can also be killed. Linux grants more memory than it has, and kills a process when the processes really use too much of it.
-# Then there is no error and no traceback, just `Killed` and exit status 137, which is 128 + 9: signal 9. The kernel's log (`dmesg`) names the process.
+# On a CPU the process may be killed instead.
+# Linux grants more memory than the machine has, and kills a process when processes use too much of it.
+# Then there is no error and no traceback, just `Killed` and exit status 137, which is 128 + 9: signal 9.
+# The kernel's log (`dmesg`) names the process.
 #
 # ## What a training step holds: states, activations, temporary tensors
 #
-# A training step holds five kinds of tensors, each during another part of the step.
+# A training step holds five kinds of tensors, each during a different part of the step.
 #
-# ![What is held during a training step. Weights and the optimizer's moments: all the time. Activations grow through forward and shrink through backward. Gradients grow through backward and stay until zero_grad. Temporary tensors are largest where backward begins, and there is the peak.](../figures/memory_life.svg)
+# ![Tensors held during a training step. Weights and the optimizer's moments are held all the time. Activations grow through forward and shrink through backward. Gradients grow through backward and stay until zero_grad. Temporary tensors are largest where backward begins, at the peak.](../figures/memory_life.svg)
 #
-# - *Model states*: weights, gradients and what the optimizer keeps, three of the five kinds. Their size depends on the number of parameters alone.
-# - *Activations*: tensors that forward keeps for backward. Their size depends on the model's shape, the batch and the sequence.
-# - *Temporary* tensors: those that a single operation needs while it runs. In a language model the largest have the size of the logits.
+# - *Model states*: weights, gradients and the optimizer's tensors, three of the five kinds.
+#   Their size depends on the number of parameters alone.
+# - *Activations*: tensors that forward keeps for backward.
+#   Their size depends on the model's shape, the batch and the sequence.
+# - *Temporary* tensors: tensors that a single operation needs while it runs.
+#   In a language model the largest have the size of the logits.
 #
 # ## A plain count of a step's bytes
 #
-# All of these except the temporary tensors can be counted directly.
+# All of them except temporary tensors can be counted directly.
 # The model and its optimizer list weights, gradients and moments.
 # Activations are in no list, but autograd passes each tensor that it keeps to a hook.
 
@@ -236,20 +245,22 @@ assert weights + gradients + moments + counters + given == named
 assert kept == activations + 4  # the loss itself
 assert 1.05 < most / (named + activations) < 1.2
 counted = weights + gradients + moments
-print(f"weights, gradients, moments: {counted:,} bytes, as the step holds")
-print(f"activations: {activations:,} bytes, as the step keeps (beside 4 of the loss)")
+print(f"weights, gradients, moments: {counted:,} bytes, equal to those held")
+print(f"activations: {activations:,} bytes, equal to those kept (plus 4: the loss)")
 print(f"together: {counted + activations:,}; the step's peak: {most:,} bytes")
 
 # %% [markdown]
 # The parts are right to the byte, but the peak is not their sum: the plain count does not know which tensors exist at the same time.
-# The step reaches its peak where backward begins. There, two temporary tensors of the size of the logits are held beside the activations. The gradients are not there yet, but they are smaller than these two.
+# The step reaches its peak where backward begins.
+# There, two temporary tensors of the logits' size are held in addition to the activations.
+# The gradients do not exist yet, but they are smaller than these two.
 # The plain count also needs a machine on which the model fits.
 # The rest of this lesson predicts each part, and the peak.
 #
 # ## The 16 bytes of a parameter
 #
 # AdamW keeps two running means for each parameter, of its gradient and of the gradient's square: the *moments*.
-# In float32 a parameter therefore takes 4 bytes, its gradient 4, its moments 8. Together 16.
+# In float32 a parameter therefore takes 4 bytes, its gradient 4 and its moments 8: together 16.
 #
 # With mixed precision, weights and gradients are bfloat16, 2 bytes each.
 # But a step changes a weight by little, and bfloat16 has only two to three decimal digits: in bfloat16, 1 + 0.0001 is 1.
@@ -257,14 +268,17 @@ print(f"together: {counted + activations:,}; the step's peak: {most:,} bytes")
 #
 # ![Bytes of states for each parameter, as bars of weights, gradients and optimizer. float32: 16; bfloat16, float32 master: 16; … and float32 gradients: 18; 8-bit moments: 10; bfloat16, momentum: 12; bfloat16, SGD: 8 bytes.](../figures/memory_recipes.svg)
 #
-# Here is the whole calculation. `Recipe` has the bytes per element of each kind of tensor. `dp`, `tp` and `pp` are numbers of ranks, and `zero` is the stage of [ZeRO](zero.md), which says how the states are divided. This lesson has one rank: `dp`, `tp` and `pp` are 1, and `zero` is 0.
+# Here is the whole calculation.
+# `Recipe` has the bytes per element of each kind of tensor.
+# `dp`, `tp` and `pp` are numbers of ranks, and `zero` is the stage of [ZeRO](zero.md), which says which states are sharded.
+# This lesson has one rank: `dp`, `tp` and `pp` are 1, and `zero` is 0.
 
 # %%
 show.source(memory.core.Recipe, memory.estimate_states, memory.core.compute_states)
 
 
 # %% [markdown]
-# The next cell defines a step with each recipe, float32 and bfloat16, and counts the bytes of every state tensor afterwards.
+# The next cell defines, for float32 and bfloat16, a function that runs a step and counts the bytes of every state tensor.
 
 # %%
 def float32():
@@ -302,21 +316,23 @@ for precision, recipe in (("fp32", float32), ("bf16", mixed_precision)):
     print(f"{precision}: {each} = {sum(held):,} bytes, as predicted: 16 x {P:,}")
 
 # %% [markdown]
-# Beside these, AdamW keeps a counter of steps, four bytes for each *tensor*: 67 tensors, 268 bytes.
+# AdamW also keeps a counter of steps, four bytes for each *tensor*: 67 tensors, 268 bytes.
 #
 # ````{admonition} Checked: "mixed precision halves the memory"
 # :class: checked
 #
-# Both recipes above take 16 bytes for each parameter, measured. Mixed precision halves only the layers' activations and the bytes of messages; and it lets matrix products use a GPU's faster units.
+# As measured above, both recipes take 16 bytes per parameter.
+# Mixed precision halves only the layers' activations and the bytes sent; and it lets matrix products use a GPU's faster units.
 # ````
 #
 # ````{admonition} Checked: "training needs about twice the memory of the weights"
 # :class: checked
 #
-# With AdamW the states are 16 bytes per parameter. That is *eight* times a bfloat16 file of the weights, and four times a float32 one. Twice is right for SGD in one precision without momentum, and before activations.
+# With AdamW the states are 16 bytes per parameter: *eight* times a bfloat16 file of the weights, and four times a float32 file.
+# Twice is right for SGD in one precision without momentum, if activations are not counted.
 # ````
 #
-# Other sources print other numbers, each right for its own recipe.
+# Other sources have other numbers, each right for its own recipe.
 # Hugging Face's guide says 18: 6 for the weights in both precisions, 8 for the moments, 4 for a gradient in float32 {cite}`huggingface2026anatomy`.
 # Megatron says 18 for the same reason, and 20 where it keeps gradients in both precisions {cite}`nvidia2026distopt`.
 
@@ -333,14 +349,17 @@ print("16, 18, 18 and 20 bytes a parameter: shardlab.memory counts the same")
 # ````{admonition} Checked: "GB and GiB are the same thing"
 # :class: checked
 #
-# A GB is $10^9$ bytes, a GiB is $2^{30}$, 7.4 % more. `nvidia-smi`, PyTorch's messages and DeepSpeed's estimator divide by powers of two, and the estimator labels the result "GB". Papers mostly divide by powers of ten.
-# And a GPU's label often means GiB. 128.5 GB are 119.7 GiB: if one unit is taken for the other, the error is more than half of Llama 3 8B's weights. This course never mixes them, and `memory.format_bytes` takes the unit as an argument.
+# A GB is $10^9$ bytes, a GiB is $2^{30}$, 7.4 % more.
+# `nvidia-smi`, PyTorch's messages and DeepSpeed's estimator divide by powers of two, and the estimator labels the result "GB".
+# Papers mostly divide by powers of ten.
+# The "GB" on a GPU's label often means GiB. 128.5 GB are 119.7 GiB: if you mistake one unit for the other, the error is more than half of Llama 3 8B's weights.
+# This course never mixes them, and `memory.format_bytes` takes the unit as an argument.
 # ````
 #
 # ## Activations
 #
-# Backward needs numbers that forward computed: a matrix product needs its input for the gradient of its weight, and GELU needs its input.
-# Autograd keeps them until backward has used them.
+# Backward needs tensors that forward computed: a matrix product needs its input for the gradient of its weight, and GELU needs its input.
+# Autograd keeps these tensors until backward has used them.
 # The table lists the tensors that one layer keeps, in units of $bsh$ numbers: $b$ sequences in a batch, of $s$ tokens each, of $h$ numbers each (the hidden size).
 
 # %% tags=["hide-input"]
@@ -368,11 +387,14 @@ rows.append(("together", str(per_token)))
 show.table(rows, ["kept by one layer", "numbers, in units of b s h"])
 
 # %% [markdown]
-# So a layer keeps about $17\,bsh$ numbers, of four bytes or of two. (It is $16\,bsh$ where a GPU's attention kernel writes its output in the order that the next product reads.)
+# So a layer keeps about $17\,bsh$ numbers, of four bytes or of two.
+# (It is $16\,bsh$ if a GPU's attention kernel writes its output in the layout that the next product reads.)
 # The attention matrix itself, $s \times s$ for each head, is not in the table: fused kernels do not store it, and compute it again in backward.
-# Attention in plain operations stores the matrix. With $a$ heads that is another $5abs^2$ bytes in 16-bit precision, a term of a well-known formula: $sbh\,(34 + 5as/h)$ bytes for a layer with dropout {cite}`korthikanti2022recomputation`.
+# Attention in plain operations stores the matrix.
+# With $a$ heads this adds $5abs^2$ bytes in 16-bit precision, a term of a well-known formula: $sbh\,(34 + 5as/h)$ bytes for a layer with dropout {cite}`korthikanti2022recomputation`.
 #
-# After the last layer come the logits: for each token as many numbers as the vocabulary has entries. The loss keeps the log-softmax of the logits; 16-bit logits are first converted to float32.
+# After the last layer come the logits: for each token as many numbers as the vocabulary has entries.
+# The loss keeps the log-softmax of the logits; 16-bit logits are first converted to float32.
 # The table compares predictions for three shapes with the bytes that autograd really keeps.
 
 # %% tags=["hide-input"]
@@ -413,13 +435,15 @@ show.table(rows, [*head, "difference (%)", "share of logits and loss (%)"])
 # ````{admonition} Checked: "activations are what the layers keep; forget the logits"
 # :class: checked
 #
-# In the table, logits and loss are up to half of the bytes kept. And when backward begins, two more tensors of that size exist for a moment, the gradients of the log-softmax and of the logits: this moment is the peak of the step below.
-# For Llama 3 8B, one sequence of 8192 tokens makes $8192 \times 128{,}256$ logits: 4.2 GB in float32, for each copy.
+# In the table, logits and loss are up to half of the bytes kept.
+# And when backward begins, two more tensors of the logits' size exist for a moment, the gradients of the log-softmax and of the logits: this is the peak of the step below.
+# For Llama 3 8B, one sequence of 8192 tokens makes $8192 \times 128{,}256$ logits: 4.2 GB in float32 for each of these tensors.
 # ````
 #
 # ## The core: activations of a layer, row by row
 #
-# `shardlab/memory/core.py` returns the states by kind. For activations it has a function for each row of [the table](#activations), in the order of the forward pass; each function returns the bytes kept.
+# `shardlab/memory/core.py` computes the states by kind.
+# For activations it has a function for each row of [the table](#activations), in the order of the forward pass; each returns the bytes kept.
 
 # %%
 show.source(
@@ -441,12 +465,13 @@ show.source(
 # %% [markdown]
 # ## A whole step, predicted and measured
 #
-# Now a whole step. On the CPU, [`count.track_memory`](../code/shardlab/measure/count/storage.py) notes when each storage is made and when it is freed; on a GPU it reads the allocator's own counters.
-# The next cell runs two steps. It records the bytes held after each line, and the peak while the line runs.
+# On the CPU, [`count.track_memory`](../code/shardlab/measure/count/storage.py) records when each storage is allocated and when it is freed; on a GPU it reads the allocator's own counters.
+# The next cell runs two steps.
+# It records the bytes held after each line, and the peak while the line runs.
 
 # %%
 def watch_step(model, optimizer, tokens, targets, trace=False):
-    """One step: bytes held {after each line}, {at most in it}, states, trace, marks."""
+    """Run a step; return bytes held after each line, its peak, states, trace, marks."""
     after, most, marks = {}, {}, [time.perf_counter()]
     with count.track_memory(model, optimizer, tokens, targets, trace=trace) as held:
 
@@ -482,22 +507,23 @@ assert second[0]["before"] - first[0]["before"] == moments + first[2]["counters"
 assert (
     max(second[1].values()) - max(first[1].values()) == moments + first[2]["counters"]
 )
-head = ["line", "step 1: held after it (MB)", "at most in it (MB)"]
-show.table(rows, [*head, "step 2: held after it (MB)", "at most in it (MB)"])
+head = ["line", "step 1: held after it (MB)", "peak during it (MB)"]
+show.table(rows, [*head, "step 2: held after it (MB)", "peak during it (MB)"])
 
 
 # %% [markdown]
-# AdamW makes its moments in the first `step()`. So the first step's peak is lower, here by 42 MB, and a job whose first step fits can still run out of memory in its second.
-# So the line at which a job fails says which tensors were too much:
+# AdamW allocates its moments in the first `step()`.
+# So the first step's peak is lower, here by 42 MB, and a job whose first step fits can still run out of memory in its second.
+# The line at which a job fails tells which tensors did not fit:
 #
 # | the job fails in | new tensors there |
 # |---|---|
 # | `.to("cuda")` | weights |
-# | forward | activations; in the loss, the logits' copies |
+# | forward | activations; in the loss, tensors of the logits' size |
 # | `backward()` | the logits' gradients at its beginning; gradients of the weights later on |
 # | the first `step()` | the moments |
 # | the second step's forward or backward | moments and activations exist at the same time for the first time |
-# | step 1000 | longer sequences than before, tensors that are kept from step to step, or fragments |
+# | step 1000 | longer sequences than before, tensors that are kept from step to step, or fragmentation |
 
 # %% tags=["hide-input"]
 # Table: each part of the second step, predicted and measured
@@ -536,7 +562,7 @@ show.table(rows, head, caption="One step on the CPU, batch of 2 sequences")
 
 
 # %% [markdown]
-# The picture shows the same step, with one column for each tensor made or freed. Beside it is a step with [recomputation](#memory-recompute).
+# The picture shows the same step, with one column for each tensor allocated or freed, and a step with [recomputation](#memory-recompute).
 
 # %%
 def recompute_blocks(job):
@@ -566,11 +592,12 @@ show.figure(
 )
 
 # %% [markdown]
-# In forward each layer adds the same number of bytes. The highest part, in the middle, is the loss: log-softmax, its gradient, the logits' gradient, 16.8 MB each.
+# In forward each layer adds the same number of bytes.
+# The highest part, in the middle, is the loss: log-softmax, its gradient, the logits' gradient, 16.8 MB each.
 # Then backward frees the activations layer by layer, while it makes gradients.
 #
 # A GPU's kernels keep slightly different tensors, and libraries hold memory of their own.
-# Where this machine has a GPU, the next cell prints the same table from the allocator's counters, and tables of models of billions of parameters, if they fit:
+# If this machine has a GPU, the next cell prints the same table from the allocator's counters, and tables of models of billions of parameters, if they fit:
 
 # %% tags=["hide-input", "measured"]
 # Table: the same on a GPU, where there is one
@@ -607,7 +634,8 @@ if not GPU:
 # %% [markdown]
 # ## A smaller batch: smaller activations, the same states
 #
-# A smaller batch is the usual first remedy. It makes activations smaller, but not the states, which do not depend on the batch.
+# A smaller batch is the usual first remedy.
+# It makes activations smaller, but not the states.
 # Each row of the table has half the batch of the row before.
 #
 # ```{predict}
@@ -637,28 +665,33 @@ show.table(rows, head)
 # ````{admonition} Checked: "halving the batch halves the memory"
 # :class: checked
 #
-# In the table, halving from 4 sequences to 2 saves less than two fifths, and from 2 to 1 less than a third. The states do not change with the batch.
+# In the table, halving from 4 sequences to 2 saves less than two fifths, and from 2 to 1 less than a third, since the states do not depend on the batch.
 # For Llama 3 8B on one GPU they are 128.5 GB, even with an empty batch.
 # ````
 #
-# At which batch do activations become larger than states? The model alone determines the states; activations grow with the $bs$ tokens on the GPU.
-# On a line of the picture activations and states are equal; above it, activations are larger.
+# At which batch do activations become larger than states?
+# The model alone determines the states; activations grow with the $bs$ tokens on the GPU.
+# On each line of the picture activations are as large as states; above the line they are larger.
 #
-# ![Llama 3 8B: the number of sequences, for each sequence length, at which activations become larger than the states. With fused attention it is the product of the two that counts; with plain attention long sequences count twice; recomputing every layer moves the line up.](../figures/memory_overtake.svg)
+# ![Llama 3 8B: the number of sequences, for each sequence length, at which activations become larger than the states. With fused attention only the product of both numbers counts; with plain attention the line falls more steeply; recomputing every layer moves the line up.](../figures/memory_overtake.svg)
 #
 # With fused attention only the product $bs$ matters: four sequences of 2048 tokens take as much as one of 8192.
-# Where the attention matrix is kept, it grows with $s^2$, so the line falls more steeply.
+# If the attention matrix is kept, it grows with $s^2$, so the line falls more steeply.
 # The third line is for recomputation, the subject of the next section.
 #
 # (memory-recompute)=
 # ## Recomputation: less memory for more time
 #
-# A layer's activations can be computed again from its input. So forward keeps only the input of each layer, $bsh$ numbers instead of about $17\,bsh$. When backward comes to a layer, it first runs that layer's forward once more.
+# A layer's activations can be computed again from its input.
+# So forward keeps only the input of each layer, $bsh$ numbers instead of about $17\,bsh$.
+# When backward comes to a layer, it first runs that layer's forward once more.
 # In PyTorch, recomputation is one call, `torch.utils.checkpoint.checkpoint`, around each block, as in `recompute_blocks` above.
 #
-# ![Activations of four layers in time, twice. Keep all: each layer's stay from its forward to its backward, and at the end of forward all four are there. Recompute: each layer keeps its input alone, runs forward again right before its backward, and only one layer's activations are whole at any time.](../figures/memory_recompute.svg)
+# ![Activations of four layers over time, twice. Keep all: each layer's activations stay from its forward to its backward; at the end of forward those of all four exist. Recompute: each layer keeps only its input, and runs forward again right before its backward; only one layer's activations are complete at any time.](../figures/memory_recompute.svg)
 #
-# Backward takes about twice the arithmetic of forward, so one more forward adds a third to a step. The table shows the memory that recomputation saves and the time that it costs. For the time, steps with and without recomputation were run in turn.
+# Backward takes about twice the arithmetic of forward, so one more forward adds a third to a step.
+# The table shows the memory that recomputation saves and the time that it costs.
+# Steps with and without recomputation were timed alternately.
 
 # %% tags=["hide-input", "measured"]
 # Table: memory saved by recomputation, predicted and measured; its time
@@ -699,7 +732,8 @@ show.table(rows, head)
 
 # %% [markdown]
 # The layers' activations shrink to a seventeenth; logits and loss are outside the layers and are kept.
-# And the gradients are the same, bit for bit, because the second forward repeats the first. (With dropout it must draw the same random numbers again; `checkpoint` restores the generator's state.)
+# The gradients are the same, bit for bit, because the second forward repeats the first.
+# (With dropout it must draw the same random numbers again; `checkpoint` restores the generator's state.)
 
 # %%
 def copy_gradients(job):
@@ -716,15 +750,20 @@ print(sum(map(torch.equal, kept, again)), "of", len(kept), "gradients are equal"
 assert all(map(torch.equal, kept, again))
 
 # %% [markdown]
-# *Selective* recomputation recomputes only attention. Where the attention matrix is kept, attention takes most of the memory and little of the arithmetic: for GPT-3 70 % less memory for 2.7 % more arithmetic {cite}`korthikanti2022recomputation`. Fused attention kernels always recompute it.
-# The outputs of LayerNorms and nonlinearities, too, are large to keep and cheap to compute again; `recompute="norms+ffn"` counts what is kept without them.
+# *Selective* recomputation recomputes only attention.
+# If the attention matrix is kept, attention takes most of the memory but little of the arithmetic: GPT-3 needs 70 % less memory for 2.7 % more arithmetic {cite}`korthikanti2022recomputation`.
+# Fused attention kernels always recompute the matrix.
+# The outputs of LayerNorms and nonlinearities, too, are large to keep and cheap to recompute; `recompute="norms+ffn"` counts the activations kept without them.
 #
 # ## Memory on many GPUs, simulated on fake tensors
 #
-# How much would each of 8 or 64 GPUs hold of Llama 3 8B, if each kept only its shard of the states (see [ZeRO](zero.md))?
-# You can find out without such a machine. `count.simulate_fsdp_step` runs PyTorch's own sharded training on *fake* tensors, which have a shape and a size but no data. The other ranks of its process group do not exist.
+# How many bytes would each of 8 or 64 GPUs hold to train Llama 3 8B, if each kept only its shard of the states (see [ZeRO](zero.md))?
+# You can find out without such GPUs.
+# `count.simulate_fsdp_step` runs FSDP2 on *fake* tensors, which have a shape and a size but no data.
+# The other ranks of its process group do not exist.
 #
-# **These numbers are simulated.** With a small model on four real ranks, simulation and measurement were [equal to the byte](../tests/test_held.py).
+# **These numbers are simulated.**
+# With a small model on four real ranks, simulation and measurement were [equal to the byte](../tests/test_held.py).
 # The simulation leaves out the allocator's fragmentation and nccl's buffers.
 
 # %% tags=["hide-input"]
@@ -751,11 +790,14 @@ show.table(
 )
 
 # %% [markdown]
-# With eight times as many GPUs each holds an eighth of the states, but as many activations as before. So beyond some number of GPUs, more of them save hardly any memory.
+# With eight times as many GPUs each holds an eighth of the states, but as many activations as before.
+# So beyond some number of GPUs, more of them save hardly any memory.
 #
 # ## Memory of a Hugging Face model, from its config.json
 #
-# On Hugging Face's hub a model has its weights, and a `config.json` with its sizes. The file does not say how the layers are built from these sizes. A class of the `transformers` library defines that, one class for each of some two hundred architectures.
+# On Hugging Face's hub a model has weights, and a `config.json` with its sizes.
+# The file does not say how the layers are built from these sizes.
+# That is defined in a class of the `transformers` library, one for each of some two hundred architectures.
 # These are the sizes of Qwen3-30B-A3B {cite}`qwen2025qwen3`.
 
 # %%
@@ -777,10 +819,11 @@ with tempfile.TemporaryDirectory() as folder:
     path = Path(folder, "config.json")
     path.write_text(json.dumps(QWEN3))
     qwen = hub.read_structure(path)
-print(f"{qwen.num_params:,} parameters, of which a token meets {qwen.num_active_params:,}")
+print(f"{qwen.num_params:,} parameters, of which a token uses {qwen.num_active_params:,}")
 
 # %% [markdown]
-# A Mixtral's file has nearly the same keys. If the file above is read as a Mixtral's, the same sizes give another model:
+# The file of a Mixtral model has nearly the same keys.
+# Read as a Mixtral, the sizes above give another model:
 
 # %%
 as_mixtral = Config(
@@ -791,11 +834,17 @@ as_mixtral = Config(
 print(f"{memory.count_parameters(as_mixtral) - qwen.num_params:,} parameters")
 
 # %% [markdown]
-# In a Mixtral the heads have half the size, and queries and keys are not normalised: 1.5 % of the parameters would be missing, and two thirds of attention's activations.
-# So `hub.read_structure` guesses nothing. It has `transformers` build the model on the `meta` device, where tensors have shapes and take no bytes, and adds up the sizes. Then it runs one layer of each kind on a meta tensor, and records the tensors that are kept for backward.
-# Nothing is downloaded, and no code that comes with a file is run. A file that it does not understand is refused with a one-line message. `hub.read` names the sizes that a file lacks, and the keys that the class does not read. If such a key is a size, the file is refused, because it describes another model.
+# In a Mixtral the heads have half the size, and queries and keys are not normalised: 1.5 % of the parameters and two thirds of attention's activations would be missing.
+# So `hub.read_structure` guesses nothing.
+# It has `transformers` build the model on the `meta` device, where tensors have shapes but take no bytes, and adds up the sizes.
+# Then it runs one layer of each kind on a meta tensor, and records the tensors that are kept for backward.
+# It downloads nothing, and runs no code that comes with a file.
+# It refuses a file that it does not understand with a one-line message.
+# It names the sizes that a file lacks, and the keys that the class does not read.
+# If such a key is a size, the file is refused, because it describes another model.
 #
-# The memory of a rank is then predicted as above. The table is for 64 GPUs in groups of eight, each of which divides the [experts](experts.md).
+# The memory of a rank is then predicted as above.
+# The table is for 64 GPUs; each group of eight shards the [experts](experts.md).
 
 # %% tags=["hide-input"]
 # Table: Qwen3-30B-A3B on 64 GPUs, with more and more of its states divided
@@ -813,11 +862,11 @@ head = ["parameters (GB)", "gradients (GB)", "optimizer (GB)", "activations (GB)
 show.table(rows, ["on each rank", *head], caption="One sequence of 4,096 tokens on each")
 
 # %% [markdown]
-# `python -m shardlab memory --config config.json` prints this prediction for any layout, and [`strategy`](strategy.md) reads the same file.
+# `python -m shardlab memory --config config.json` prints this prediction for any layout; [`strategy`](strategy.md) reads the same file.
 #
 # ## Other tools: MemTracker, memory snapshots, DeepSpeed's estimator
 #
-# PyTorch brings a tool for this, `MemTracker`. It should agree with `count.track_memory`, and it also says what kind of bytes were held at the peak.
+# PyTorch's own tool, `MemTracker`, should agree with `count.track_memory`; it also lists the bytes held at the peak by kind.
 
 # %%
 job = make_job()
@@ -841,14 +890,18 @@ for kind, size in kinds.items():
 print(f"count.track_memory: {ours:,} bytes")
 
 # %% [markdown]
-# Both peaks are equal to the byte. `TEMP` is two tensors of the logits' size, which a formula for layers alone does not contain.
-# On a GPU there are three more instruments:
+# Both peaks are equal to the byte.
+# `TEMP` is two tensors of the logits' size, which a formula for layers alone does not contain.
+# On a GPU there are three more tools:
 #
 # - `torch.cuda.memory_summary()` prints the allocator's counters.
-# - `torch.cuda.max_memory_allocated()` is the peak in the allocator's blocks, which are [somewhat larger](#memory-wrong) than the tensors. `count.track_memory` reads the bytes requested for tensors, `requested_bytes` in `memory_stats()`.
+# - `torch.cuda.max_memory_allocated()` is the peak in the allocator's blocks, which are [somewhat larger](#memory-wrong) than the tensors.
+#   `count.track_memory` reads the bytes requested for tensors, `requested_bytes` in `memory_stats()`.
 # - `torch.cuda.memory._record_memory_history()` and `_dump_snapshot(file)` write down every allocation with its stack, for the viewer at `pytorch.org/memory_viz`.
 #
-# DeepSpeed's estimator predicts before the job runs. The first column is the output that its documentation {cite}`deepspeed2026memory` shows for T5-3B on one node of eight GPUs. The second is from its formulas, the third is our own count of the states.
+# DeepSpeed's estimator predicts memory before the job runs.
+# The first column is the output that its documentation {cite}`deepspeed2026memory` shows for T5-3B on one node of eight GPUs.
+# The second is computed by its formulas, the third is our own count of the states.
 
 # %% tags=["hide-input"]
 # Table: DeepSpeed's estimates as printed, by its formula, and our own
@@ -877,8 +930,9 @@ head = ["T5-3B on 8 GPUs", "printed (GiB, labelled GB)", "its formula (GiB)"]
 show.table(rows, [*head, "shardlab.memory (GiB)"])
 
 # %% [markdown]
-# For stage 2 the two counts differ: in the paper gradients are sharded; the estimator counts all of them on every GPU, and $16/d$ bytes of optimizer states on $d$ GPUs.
-# So find out which tensors an estimate counts before you use it. None of these counts activations.
+# For stage 2 the estimator and our count differ: in the paper gradients are sharded; the estimator counts all gradients on every GPU, and $16/d$ bytes per parameter of optimizer states on $d$ GPUs.
+# So find out which tensors an estimate counts before you use it.
+# None of these counts activations.
 #
 # (memory-wrong)=
 # ## What goes wrong
@@ -918,7 +972,8 @@ def measure_peak(fn):
 
 
 # %% [markdown]
-# The next cell lists the mistakes, each with the bytes that it should add to the peak. One is harmless.
+# The next cell lists the mistakes, each with the bytes that it should add to the peak.
+# One mistake is harmless.
 
 # %%
 right, frugal = measure_peak(step), measure_peak(lambda: run_evaluation(False))
@@ -967,30 +1022,42 @@ head = [
 show.table(rows, [*head, "difference (%)"])
 
 # %% [markdown]
-# - **Gradients set to zero take as much memory as gradients.** By default `zero_grad()` sets gradients to `None`, which frees them; with `set_to_none=False` zeros are held through forward.
-# - **A tensor is held as long as a name refers to it.** In a loop, `logits` holds the old tensor until it is assigned again, which is *after* the next forward has made the new one. The remedy is `del logits`, or a function around the step.
-# - **A loss refers to its graph, and the graph to everything that it saved**, until backward has run. In training a kept loss takes little; in an evaluation a sum of losses keeps the activations of every batch, until memory runs out in the middle of the validation set. The remedy is `with torch.no_grad():`, and `.item()` for what you keep.
+# - **Gradients set to zero take as much memory as gradients.**
+#   By default `zero_grad()` sets gradients to `None`, which frees them; with `set_to_none=False` zeros are held through forward.
+# - **A tensor is held as long as a name refers to it.**
+#   In a loop, `logits` holds the old tensor until it is assigned again, which is *after* the next forward has made the new one.
+#   The remedy is `del logits`, or a function around the step.
+# - **A loss refers to its graph, and the graph to everything that it saved**, until backward has run.
+#   In training a kept loss takes little; in an evaluation a sum of losses keeps the activations of every batch, until memory runs out in the middle of the validation set.
+#   The remedy is `with torch.no_grad():`, and `.item()` for what you keep.
 #
 # ````{admonition} Checked: "a list of losses keeps all activations alive"
 # :class: checked
 #
-# Not after `backward()`, which frees the tensors that the graph saved: in the third row each step adds four bytes. Without backward, in the fourth row, each batch adds all its activations.
+# Not after `backward()`, which frees the tensors that the graph saved: in the third row each step adds four bytes.
+# Without backward, in the fourth row, each batch adds all its activations.
 # Call `.item()` in both cases, but look for leaks in code without backward.
 # ````
 #
-# **Fragmentation.** PyTorch takes memory from the GPU in *segments*, and cuts blocks off them.
-# A tensor of at most 1 MiB gets a multiple of 512 bytes of a segment of 2 MiB. One below 10 MiB shares a segment of 20 MiB; a larger one gets a segment of its own, rounded up to 2 MiB.
-# When a tensor takes a large block, the rest of the block is cut off only if it is more than 1 MiB. Otherwise the tensor keeps the whole block, and its rest is unused (torch 2.13).
-# After many steps with sequences of different lengths the free bytes are in many small pieces: 6 GiB may be free, and yet there is no piece for a tensor of 2 GiB.
-# The error then reports many bytes as *reserved but unallocated*. Three remedies:
+# **Fragmentation.**
+# PyTorch takes memory from the GPU in *segments*, and cuts blocks off them.
+# A tensor of at most 1 MiB gets a multiple of 512 bytes of a segment of 2 MiB.
+# A tensor below 10 MiB shares a segment of 20 MiB; a larger tensor gets its own segment, rounded up to 2 MiB.
+# When a tensor takes a large block, the rest of the block is split off only if it is more than 1 MiB.
+# Otherwise the tensor keeps the whole block, and the rest is unused (torch 2.13).
+# After many steps with sequences of different lengths the free bytes are in many small pieces: 6 GiB may be free, but no piece is large enough for a tensor of 2 GiB.
+# The error then reports many bytes as *reserved but unallocated*.
+# Three remedies:
 #
 # - `expandable_segments:True` in `PYTORCH_ALLOC_CONF` (before torch 2.9: `PYTORCH_CUDA_ALLOC_CONF`): segments can grow, and a remainder of 512 bytes or more can be used by other tensors;
 # - pad sequences to a few lengths;
 # - train on the longest batch first.
 #
-# On the CPU PyTorch has no such cache, so this page cannot show fragmentation.
+# On the CPU PyTorch has no caching allocator, so this page cannot show fragmentation.
 #
-# **An exception keeps a step's tensors alive.** Its traceback refers to the frames of the functions, and the frames to their tensors. A notebook keeps the last exception, so after an out-of-memory error the next cell has less memory than before.
+# **An exception keeps a step's tensors alive.**
+# Its traceback refers to the frames of the functions, and the frames to their tensors.
+# A notebook keeps the last exception, so after an out-of-memory error the next cell has less memory than before.
 # No restart is needed: delete the exception and your own names for tensors, and have Python collect objects that refer to each other (`gc.collect()`).
 
 # %%
@@ -1019,22 +1086,23 @@ print("and after the exception is gone:", seen[0]() is not None)
 #
 # | remedy | saves | costs |
 # |---|---|---|
-# | smaller batch, with accumulation | activations and logits, in proportion: measured above; no byte of the states | smaller matrix products, with fewer [operations per byte](gemm.md#from-bytes-to-seconds-the-roofline) |
-# | recomputation | layers' activations: to 1/17 above | a third more arithmetic |
-# | the loss in chunks of tokens | the logits' copies: three times 16.8 MB of the 151 MB above | computing the logits twice, or a fused kernel |
+# | smaller batch, with accumulation | activations and logits, in proportion, as measured above; none of the states | smaller matrix products, with fewer [operations per byte](gemm.md#from-bytes-to-seconds-the-roofline) |
+# | recomputation | layers' activations: above, to 1/17 | a third more arithmetic |
+# | the loss in chunks of tokens | three tensors of the logits' size: 3 × 16.8 MB of the 151 MB peak above | computing the logits twice, or a fused kernel |
 # | bfloat16 | half of the activations; none of the 16 bytes | precision |
 # | 8-bit moments | 6 of the 16 bytes | moments are rounded |
 # | offload to the host's memory | 12 of the 16 bytes, or all | these bytes are sent over a slow link in every step |
-# | sharding states over $d$ ranks ([ZeRO](zero.md)) | up to $16 - 16/d$ bytes; no byte of the activations | messages |
+# | sharding states over $d$ ranks ([ZeRO](zero.md)) | up to $16 - 16/d$ bytes; none of the activations | communication |
 #
-# In a real job, two numbers show that memory is as planned: the allocated bytes after the first step equal the states' prediction, and the peak of the second step is within a few percent of the estimate. Neither grows in later steps.
-# The same estimate is a command, `python -m shardlab memory`. Here it answers for Llama 3 8B on 64 GPUs; with `--json` it prints bytes.
+# In a real job, two numbers show that memory is as planned: the allocated bytes after the first step equal the states' prediction, and the peak of the second step is within a few percent of the estimate.
+# Neither number grows in later steps.
+# The command `python -m shardlab memory` makes the same estimate, here for Llama 3 8B on 64 GPUs; with `--json` it prints bytes.
 
 # %%
 status = run_command("memory --model llama-3-8b --dp 64 --zero 3 --recompute full")
 
 # %% [markdown]
-# The command has options for real jobs: pipeline stages with unequal numbers of layers (`--stages 9,9,8,6`, or a rule: `megatron`, `nanotron`), the stage to predict (`--stage 0`), other schedules, sequences that are cut over ranks (`--cp`), experts that tensor parallelism leaves whole (`--etp 1`), and hybrid sharding (`--replicas`).
+# The command has options for real jobs: pipeline stages with unequal numbers of layers (`--stages 9,9,8,6`, or a rule: `megatron`, `nanotron`), the stage to predict (`--stage 0`), other schedules, sequences sharded over ranks (`--cp`), experts that tensor parallelism leaves whole (`--etp 1`), and hybrid sharding (`--replicas`).
 # `--optimizer muon` counts one momentum for each matrix of a layer, AdamW's two moments for all other parameters, and the temporary tensors that Muon's step needs for its largest matrix.
 # [The planner's prediction](strategy.md) includes the bytes that an allocator reserves beyond the tensors.
 #
@@ -1050,7 +1118,8 @@ status = run_command("memory --model llama-3-8b --dp 64 --zero 3 --recompute ful
 # ```{admonition} On more GPUs
 # :class: note
 #
-# This page measures a whole step on one rank, and on one GPU where there is one. The memory of eight ranks is predicted.
+# This page measures a whole step on one rank, and on one GPU if there is one.
+# The memory of eight ranks is predicted.
 # With a second GPU you could compare the sharded states with an allocator's peak,
 # and see memory that no estimate here contains: the buffers that nccl allocates once it connects to another GPU.
 # ```
@@ -1061,7 +1130,8 @@ status = run_command("memory --model llama-3-8b --dp 64 --zero 3 --recompute ful
 # :label: ex-memory-states
 # ```
 #
-# GPT-2's largest model has 1.5 billion parameters. It is trained with AdamW, in bfloat16 with float32 master weights.
+# GPT-2's largest model has 1.5 billion parameters.
+# It is trained with AdamW, in bfloat16 with float32 master weights.
 # How many GB do its states take?
 
 # %%
@@ -1091,8 +1161,9 @@ check(answer, "state_gigabytes")
 # :label: ex-memory-largest
 # ```
 #
-# A GPU has 80 GB. Your batch needs 20 GB for activations and temporary tensors.
-# How many billion parameters can the model have, with the same recipe?
+# A GPU has 80 GB.
+# Your batch needs 20 GB for activations and temporary tensors.
+# How many billion parameters can the model have, with the previous exercise's recipe?
 
 # %%
 answer = ...  # billion parameters
@@ -1122,7 +1193,8 @@ check(answer, "largest_model")
 # :label: ex-memory-recipes
 # ```
 #
-# Write the calculator. `precision` is "fp32", "bf16" (with float32 master weights) or "bf16-fp32-gradients"; `optimizer` is "sgd", "momentum" or "adamw". Return the bytes of parameters, gradients and optimizer together.
+# `precision` is "fp32", "bf16" (with float32 master weights) or "bf16-fp32-gradients"; `optimizer` is "sgd", "momentum" or "adamw".
+# Return the bytes of parameters, gradients and optimizer together.
 
 # %%
 def my_states_bytes(params, precision, optimizer):
@@ -1163,8 +1235,9 @@ check(my_states_bytes)
 # :label: ex-memory-batch
 # ```
 #
-# How many sequences of the model's full length fit? Use `memory.estimate_step(config, Layout(micro_batch=…))`, whose `.peak` is the peak of a step, and `limit`, the bytes available.
-# Return 0 when not even one fits.
+# Return the number of sequences of the model's full length that fit.
+# Use `memory.estimate_step(config, Layout(micro_batch=…))`, whose `.peak` is the peak of a step, and `limit`, the bytes available.
+# Return 0 if not even one fits.
 
 # %%
 def my_largest_batch(config, limit):
@@ -1183,7 +1256,7 @@ check(my_largest_batch)
 # :class: dropdown
 # ```
 #
-# Count up, and stop before the first that does not fit.
+# Count up, and stop before the first batch that does not fit.
 
 # %%
 def my_largest_batch(config, limit):
@@ -1200,7 +1273,7 @@ check(my_largest_batch)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} An evaluation that does not grow (medium)
+# ```{exercise-start} An evaluation whose memory does not grow (medium)
 # :label: ex-memory-evaluate
 # ```
 #
@@ -1249,7 +1322,8 @@ check(my_evaluate)
 # :label: ex-memory-backward
 # ```
 #
-# Compute the gradient of the mean loss over all eight sequences, into `parameter.grad`, and never hold more activations than two sequences need. Do not call the optimizer.
+# Compute the gradient of the mean loss over all eight sequences, into `parameter.grad`, and never hold more activations than two sequences need.
+# Do not call the optimizer.
 # `tokens` and `targets` are `[8, sequence]`.
 
 # %%
@@ -1269,7 +1343,8 @@ check(my_backward)
 # :class: dropdown
 # ```
 #
-# Run four pieces, each with its own backward; autograd adds up the gradients. Each piece's loss is the mean over that piece, so it is divided by four.
+# Run four micro-batches, each with its own backward; autograd adds up the gradients.
+# Each micro-batch's loss is its own mean, so it is divided by four.
 
 # %%
 def my_backward(model, tokens, targets):
@@ -1284,12 +1359,15 @@ check(my_backward)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} How small, and at what price? (design)
+# ```{exercise-start} Micro-batch size and recomputation (design)
 # :label: ex-memory-pieces
 # ```
 #
-# A step of `batch` sequences has to fit into `limit` bytes. Two things help: micro-batches, whose gradients add up, and recomputing every layer.
-# Return `(sequences, recompute)`: micro-batches of equal size, as large as possible, and `"none"` or `"full"`. Recomputation costs arithmetic, so use it only if no size fits without. If nothing fits, return `None`.
+# A step of `batch` sequences has to fit into `limit` bytes.
+# Two techniques help: micro-batches, whose gradients add up, and recomputing every layer.
+# Return `(sequences, recompute)`: micro-batches of equal size, as large as possible, and `"none"` or `"full"`.
+# Recomputation costs arithmetic, so use it only if no size fits without it.
+# If nothing fits, return `None`.
 # How do the gradients of the earlier micro-batches change the peak?
 
 # %%
@@ -1309,7 +1387,7 @@ check(my_micro_batch)
 # :class: dropdown
 # ```
 #
-# With several micro-batches, every one after the first finds gradients in memory, so a step of six sequences needs less than a micro-batch of six in a larger step.
+# From the second micro-batch on, gradients are already in memory, so a step of six sequences needs less than a micro-batch of six in a larger step.
 
 # %%
 def my_micro_batch(config, batch, limit):
@@ -1335,7 +1413,8 @@ check(my_micro_batch)
 # - Activations grow with batch times sequence: about $17\,bsh$ numbers a layer with fused attention, and only the input, $bsh$, of a layer that is recomputed.
 # - The peak is where backward begins, at the logits; a prediction without logits is far too low.
 # - The second step is the first that holds gradients, moments and activations.
-# - Predict first; then count one step. If they differ, the step holds a tensor that you did not expect.
+# - Predict first; then count one step.
+#   If they differ, the step holds a tensor that you did not expect.
 #
 # ## Further reading
 #

@@ -18,27 +18,31 @@
 #
 # After this lesson you can
 #
-# - name the groups of any rank, and count the bytes that an order of ranks costs;
+# - name the groups of any rank, and count the bytes that leave a node under each order of axes;
 # - train one model by data, pipeline and tensor parallelism at once, and show that it equals one process;
-# - say how gradient clipping, tied embeddings, LayerNorms, dropout and uneven batches change on a mesh, and which errors follow otherwise;
+# - say how gradient clipping, tied embeddings, LayerNorms, dropout and uneven batches change on a mesh, and which errors follow without the change;
 # - predict the bytes that each rank holds and sends, and resume from a checkpoint under another mesh;
 # - read code that applies FSDP2 over `parallelize_module` on a `DeviceMesh`.
 #
-# Llama 3 70B is trained on 512 GPUs, 8 in a node. Each matrix is cut over 8 ranks, the layers are cut into 4 stages, and there are 16 copies of the model.
-# There are six ways to number these ranks. With the best numbering each GPU sends 26 GB out of its node in a step; with the worst, 24 times as much.
+# Llama 3 70B is trained on 512 GPUs, 8 in a node.
+# Each matrix is sharded over 8 ranks, the layers are split into 4 stages, and there are 16 replicas of the model.
+# There are six ways to number these ranks.
+# With the best numbering each GPU sends 26 GB out of its node in a step; with the worst, 24 times as much.
 #
 # ```{quiz} together-before
 # ```
 #
-# A *mesh* is an arrangement of ranks with an axis for each cut. This table has the words for the three axes of this lesson:
+# A *mesh* is an arrangement of ranks with an axis for each kind of parallelism.
+# This lesson has three axes:
 #
-# | axis | degree | its groups: the ranks that … | in the course's code, and usually in torch's `DeviceMesh` | Megatron-LM | DeepSpeed |
+# | axis | degree | ranks of one group … | in the course's code, and usually in torch's `DeviceMesh` | Megatron-LM | DeepSpeed |
 # |---|---|---|---|---|---|
-# | data | $d$, the number of copies | hold the same part of the model, one in each copy | `dp` | `dp` | `data` |
-# | pipeline | $p$, the number of stages | hold the stages of one copy | `pp` | `pp` | `pipe` |
-# | tensor | $t$ | hold parts of the same matrices | `tp` | `tp` | `model` |
+# | data | $d$, the number of replicas | hold the same part, one in each replica | `dp` | `dp` | `data` |
+# | pipeline | $p$, the number of stages | hold the stages of one replica | `pp` | `pp` | `pipe` |
+# | tensor | $t$ | hold shards of the same matrices | `tp` | `tp` | `model` |
 #
-# The *degree* of an axis is the number of ranks in each of its groups. A *copy* is one whole model, on $p \cdot t$ ranks.
+# The *degree* of an axis is the number of ranks in each of its groups.
+# A *replica* is one copy of the whole model, on $p \cdot t$ ranks.
 # Along the *innermost* axis, neighbours have consecutive rank numbers.
 
 # %% tags=["hide-input"]
@@ -93,7 +97,7 @@ def make_adamw(model):
 
 
 def format_gap(difference):
-    """A difference with one digit; 0 is exactly that."""
+    """Return a difference with one digit; "0" if it is exactly 0."""
     return f"{difference:.0e}" if difference else "0"
 
 
@@ -108,7 +112,7 @@ def make_parallel(layout, config=SMALL):
 
 
 def run_shardlab(line):
-    """What `python -m shardlab …` prints."""
+    """Return the output of `python -m shardlab …`."""
     parser = argparse.ArgumentParser()
     add_command(parser.add_subparsers())
     chosen = parser.parse_args(line.split())
@@ -143,17 +147,19 @@ show.table(rows, [*head, "in all, for each GPU (GB)"])
 
 
 # %% [markdown]
-# Each copy takes 16 sequences of 8,192 tokens. The bytes are those of float32; bfloat16 sends half.
+# Each replica gets 16 sequences of 8,192 tokens.
+# The bytes are for float32; bfloat16 sends half.
 #
 # ## From a list of ranks to a mesh
 #
-# A launcher gives you $N$ ranks with numbers from 0 to $N-1$. Three cuts need $N = d \cdot p \cdot t$ of them, and each rank is in three groups.
-# Its number tells which three. Read the number as three digits: the first counts the $d$ copies, the second the $p$ stages, the last the $t$ ranks of a tensor group.
+# A launcher starts $N$ ranks with numbers from 0 to $N-1$.
+# A mesh with three axes needs $N = d \cdot p \cdot t$ ranks, and each rank is in three groups.
+# Read its number as three digits: the first counts the $d$ replicas, the second the $p$ stages, the last the $t$ ranks of a tensor group.
 # Two ranks are in one group when their numbers differ in one digit only.
 
 # %%
 def groups(sizes, axis):
-    """All groups along one axis of a box with N = product of `sizes` ranks in it."""
+    """Return all groups along one axis of a mesh with degrees `sizes`."""
     box = torch.arange(torch.Size(sizes).numel()).view(sizes)
     return box.movedim(axis, -1).flatten(0, -2).tolist()
 
@@ -162,7 +168,8 @@ for axis, name in enumerate(("data", "pipeline", "tensor")):
     print(f"{name:8}", groups((2, 2, 2), axis))
 
 # %% [markdown]
-# The picture shows the groups, for nodes of four ranks. Put your own numbers into the cell's first line, or into the form below it, which runs in your browser:
+# The picture shows the groups, for nodes of four ranks.
+# Put your own numbers into the cell's first line, or into the form below it, which runs in your browser:
 
 # %%
 DEGREES, NODE = Layout(dp=2, pp=2, tp=2), 4  # ranks in a node
@@ -177,7 +184,8 @@ show.figure(figure, alt, "mesh-groups")
 # :node: 4
 # :::
 #
-# A line joins the ranks of a group; a dashed line leaves its node. With `order=("tp", "pp", "dp")` tensor is outermost, and its groups leave their nodes:
+# A line joins the ranks of a group; a dashed line leaves its node.
+# With `order=("tp", "pp", "dp")` the tensor axis is outermost, and its groups leave their nodes:
 
 # %%
 WRONG = replace(DEGREES, order=("tp", "pp", "dp"))
@@ -187,20 +195,28 @@ show.figure(figure, alt, "mesh-wrong-order")
 # %% [markdown]
 # ### Why tensor parallelism is the innermost axis
 #
-# Along the three axes ranks send at different moments, and different amounts. $B S H$ is one activation: batch times sequence times hidden size.
+# Along the three axes ranks send at different moments, and different numbers of bytes.
+# One activation has $B S H$ numbers: batch times sequence times hidden size.
 #
-# ![What a rank of a 2 × 2 × 2 mesh sends in one step with two micro-batches, along a line of time. Along the tensor axis an all-reduce of B S H numbers several times in every layer, in forward and in backward. Along the pipeline axis one message of B S H numbers after the stage's last layer for each micro-batch, and one back. Along the data axis the gradients, once, at the end.](../figures/mesh_step.svg)
+# ![Timeline of what a rank of a 2 × 2 × 2 mesh sends in one step with two micro-batches. Tensor axis: it all-reduces B S H numbers several times in every layer, in forward and in backward. Pipeline axis: for each micro-batch it sends B S H numbers after the stage's last layer, and gets as many back. Data axis: it sends the gradients once, at the end.](../figures/mesh_step.svg)
 #
-# - **Tensor** ranks sum activations four times in every *layer*, and the layer waits for each sum. So this axis needs the fastest links: it is innermost, which keeps its groups inside a node.
-# - **Pipeline** ranks send one such activation for each *stage* and micro-batch to one other rank, which sends its gradient back. A network between nodes carries that well {cite}`narayanan2021megatron`.
-# - **Data** ranks sum gradients once in each *step*, however many micro-batches it has. Nobody waits for them before the step ends.
+# - **Tensor** ranks sum activations four times in every *layer*, and the layer waits for each sum.
+#   So this axis needs the fastest links.
+#   It is innermost, to keep its groups inside a node.
+# - **Pipeline** ranks send one such activation for each *stage* and micro-batch to one other rank, which sends its gradient back.
+#   The network between nodes is fast enough for this {cite}`narayanan2021megatron`.
+# - **Data** ranks sum gradients once in each *step*, however many micro-batches it has.
+#   No rank waits for this sum before the step ends.
 #
-# Where tensor groups fill the nodes, the order of the other two axes does not change the bytes that leave a node: rows one and three of the table are equal. The order changes the bytes that leave a rack.
-# Megatron-LM makes pipeline the outermost axis, which often sends fewer bytes. Llama 3's job makes data the outermost, as this page does, since gradients can arrive late without a rank waiting {cite}`dubey2024llama3`.
+# If each tensor group fills a node, the order of the other two axes does not change the bytes that leave a node: rows one and three of the table are equal.
+# The order changes the bytes that leave a rack.
+# In Megatron-LM the pipeline axis is outermost, which often sends fewer bytes out of a rack.
+# In Llama 3's job and on this page the data axis is outermost, since gradients can arrive late without a rank waiting {cite}`dubey2024llama3`.
 #
 # ### PyTorch's `init_device_mesh`
 #
-# `init_device_mesh` takes the degrees, outermost first, and makes the groups. `mesh.create_groups` does the same, in fewer lines:
+# `init_device_mesh` takes the degrees, outermost first, and makes the groups.
+# `mesh.create_groups` does the same, in fewer lines:
 
 # %% tags=["hide-input"]
 # Shows the module's create_groups
@@ -218,15 +234,18 @@ def compare_groups():
 
 joined = ranks.run(compare_groups, 8)
 assert all(ours == theirs for rank in joined for ours, theirs in rank)
-print("rank 5 is with", *(ours for ours, _ in joined[5]), "in both")
+print("groups of rank 5 in both:", *(ours for ours, _ in joined[5]))
 
 
 # %% [markdown]
-# From here on functions take the groups as arguments. `mesh.get_mesh_groups` reads them from a `DeviceMesh`.
+# From here on functions take the groups as arguments.
+# `mesh.get_mesh_groups` reads them from a `DeviceMesh`.
 #
 # ## Three-dimensional parallelism in plain code
 #
-# There are two layers, one on each stage. Each is a feed-forward network, $Y = \mathrm{GELU}(X W_1) W_2$, whose two matrices are cut in halves over a tensor group. Each of two copies takes half of the batch.
+# The model has two layers, one on each stage.
+# Each layer is a feed-forward network, $Y = \mathrm{GELU}(X W_1) W_2$, whose two matrices are sharded over two tensor ranks.
+# Each of two replicas gets half of the batch.
 # In names of tensors `B` is the batch, `H` the hidden size, `F` the network's width, and `f` this rank's half of it.
 # Every line is from an earlier lesson.
 
@@ -287,20 +306,23 @@ assert worst < 1e-6  # float32, gradients up to 0.1
 print(f"8 ranks, each with a quarter of the weights: gradients off by {format_gap(worst)}")
 
 # %% [markdown]
-# This plain form leaves out micro-batches, without which one stage always waits for the other; a batch that the copies do not divide evenly; a loss over a vocabulary; clipping; and ZeRO, without which every copy holds all optimizer states.
+# This plain form leaves out micro-batches, without which one stage always waits for the other; a batch that the replicas do not divide evenly; a loss over a vocabulary; clipping; and ZeRO, without which every replica holds all optimizer states.
 #
 # ## The module `Parallel`: matrices, then layers, then ZeRO
 #
-# `Parallel` takes a plain GPT, three groups and the layout, and cuts the model three times, each time by the module of that cut's own lesson.
-# It cuts matrices first, then layers. ZeRO comes last, and shards a rank's remaining parameters over the copies.
+# `Parallel` takes a plain GPT, three groups and the layout.
+# It first shards matrices, then splits the layers into stages, and last shards each rank's remaining parameters over the replicas by ZeRO.
+# The modules of the earlier lessons do this work.
 #
-# The code uses two words in a meaning of its own:
+# The code has two terms of its own:
 #
-# - *Twins* are the two tensors of a tied embedding: one is the embedding of the first stage, the other the output layer of the last stage. Each stage computes its own gradient.
-# - A parameter is *partly* seen when every tensor rank has the whole parameter, but computes its gradient from a $t$-th of the tokens. With [sequence parallelism](sequence_parallel.md) these are the LayerNorms and the *late biases*: biases that are added after a sum over tensor ranks.
+# - *Twins* are the two tensors of a tied embedding: the embedding on the first stage, and the output layer on the last stage.
+#   Each stage computes its own gradient.
+# - A gradient is *partial* (`partial_grads`) if every tensor rank has the whole parameter, but computes this gradient from a $t$-th of the tokens.
+#   With [sequence parallelism](sequence_parallel.md) the gradients of LayerNorms are partial, and those of *late biases*: biases that are added after a sum over tensor ranks.
 
 # %% tags=["hide-input"]
-# Shows how the cuts are applied
+# Shows how the model is divided
 show.source(
     Parallel.__init__,
     Parallel._shard_matrices,
@@ -309,17 +331,19 @@ show.source(
 )
 
 # %% [markdown]
-# A step sums gradients within the layers first, then between stages, and over the copies last. No group repeats a sum that another group has made.
+# A step sums gradients first within the layers, then between stages, then over the replicas.
+# No group repeats the sum of another group.
 
 # %% tags=["hide-input"]
 # Shows a step
 show.source(Parallel.step, Parallel._compute_loss, Parallel._average_loss)
 
 # %% [markdown]
-# Two steps are new:
+# Two operations are new:
 #
-# - Each copy's loss has a *weight*, so that the average over copies is the mean over all tokens with a target. Copies may have different numbers of such tokens: fewer sequences, or more targets of −100.
-# - The gradients of partly seen parameters are summed over the tensor group at the very end: by then each rank has only its ZeRO shard of these gradients, and the message is short.
+# - Each replica's loss has a *weight*, so that the average over replicas is the mean over all tokens with a target.
+#   Replicas may have different numbers of such tokens: fewer sequences, or more targets of −100.
+# - Partial gradients are summed over the tensor group at the very end: by then each rank has only its ZeRO shard of these gradients, and the message is short.
 #
 # ## Five steps equal one process
 
@@ -352,20 +376,23 @@ head = ["data × pipeline × tensor", "ranks", "losses", "last gradients", "weig
 show.table(rows, head)
 
 # %% [markdown]
-# The table has the largest difference of any element. The differences come from sums in a different order.
-# In float64 [the tests](../tests/test_contract.py) hold two dozen meshes to $10^{-11}$ after each of five steps, all with clipping, some with uneven batches, several model chunks on a stage, or recomputation.
+# The table shows the largest difference of any element.
+# Differences come from sums in a different order.
+# In float64 [the tests](../tests/test_contract.py) hold two dozen meshes to within $10^{-11}$ of one process after each of five steps, all with clipping, some with uneven batches, several model chunks on a stage, or recomputation.
 #
 # ## Clipping, tied embeddings, LayerNorms and dropout on a mesh
 #
-# Code for each of these is right with one kind of parallelism, and wrong as soon as another kind is added.
+# Code for these that is right with one kind of parallelism is wrong as soon as another kind is added.
 #
 # ### The gradient norm: count every element once
 #
-# To clip gradients you need their global norm, for which all ranks add up their squares. But some gradients are on several ranks, and must count once.
+# Clipping needs the gradients' global norm, for which all ranks add up their squares.
+# But some gradients are on several ranks, and must count once.
 #
-# ![What counts for the gradient norm, on two stages with two tensor ranks each. Parts of matrices are on one rank, and count there. LayerNorms and late biases are whole on both tensor ranks, and count on the first. The tied embedding is on both stages, and counts on the first.](../figures/mesh_norm.svg)
+# ![Ranks that count a gradient in the norm, on two stages with two tensor ranks each. A shard of a matrix is on one rank, and counts there. LayerNorms and late biases are whole on both tensor ranks, and count on the first. The tied embedding is on both stages, and counts on the first.](../figures/mesh_norm.svg)
 #
-# `Parallel` decides which rank counts which gradient. The sum and the scaling are those of the other lessons, [`clip_by_global_norm`](../code/shardlab/data_parallel/buckets.py).
+# `Parallel` decides which rank counts which gradient.
+# [`clip_by_global_norm`](../code/shardlab/data_parallel/buckets.py), as in other lessons, sums and scales.
 
 # %% tags=["hide-input"]
 # Shows which rank counts which gradient
@@ -376,7 +403,7 @@ show.source(Parallel.clip_grad_norm_, Parallel._is_counted_in_norm)
 # Table: the gradient norm, and two ways to get it wrong
 def compute_norms():
     job = make_parallel(Layout(pp=2, tp=2, microbatches=2, sequence_parallel=True))
-    with torch.no_grad():  # such that norms have gradients that one sees
+    with torch.no_grad():  # so that LayerNorms' gradients change the norm visibly
         for name, parameter in job.named_parameters():
             if "norm" in name:
                 parameter.mul_(0.1)
@@ -408,22 +435,25 @@ show.table(rows, ["who adds up what", "gradient norm"])
 
 
 # %% [markdown]
-# In row three a LayerNorm counts $t$ times and the tied embedding twice. Training runs on, but gradients are clipped more than you asked for, by a factor that depends on the mesh.
-# In the last row every rank scales its gradients by a different factor. A LayerNorm that was equal on two ranks is then no longer equal.
+# In row three a LayerNorm counts $t$ times and the tied embedding twice.
+# Training runs on, but gradients are clipped more than you asked for, by a factor that depends on the mesh.
+# In the last row every rank scales its gradients by a different factor.
+# A LayerNorm that was equal on two ranks is then no longer equal.
 #
 # ### Tied embeddings, LayerNorms, and a short batch
 #
-# Three sums keep the copies and the tensor ranks right. Each row of the next table leaves one of them out:
+# Three operations keep replicas and tensor ranks right.
+# Each row of the next table leaves out one of them:
 #
-# - *the twins do not meet*: the two gradients of the tied embedding, on the first and the last stage, are not added up;
+# - *twins are not summed*: the two gradients of the tied embedding, on the first and the last stage, are not added up;
 # - *norms are not summed*: the gradients of LayerNorms and late biases include only a $t$-th of the tokens;
-# - *copies weigh the same*: the average over copies ignores that one copy has three sequences and the other has one.
+# - *copies weigh the same*: the average over replicas ignores that one replica has three sequences and the other one.
 
 # %%
 def run_faulty_step(fault, sizes=(3, 1)):
     """A step with a fault in it: how far each gradient is off, in parts of its own norm."""
     job = make_parallel(replace(EIGHT, zero=1, sequence_parallel=True, microbatches=1))
-    if fault == "the twins do not meet":
+    if fault == "twins are not summed":
         job.pipeline.tied_parameter = None
     elif fault == "norms are not summed":
         job.partial_grads = set()
@@ -439,11 +469,11 @@ def run_faulty_step(fault, sizes=(3, 1)):
     return {n: ((found[n] - w).norm() / w.norm()).item() for n, w in wanted.items()}
 
 
-FAULTS = ["none", "the twins do not meet", "norms are not summed", "copies weigh the same"]
+FAULTS = ["none", "twins are not summed", "norms are not summed", "copies weigh the same"]
 
 
 # %% tags=["hide-input"]
-# Table: which gradients each fault spoils
+# Table: gradients that each fault makes wrong
 def run_all_faults():
     return [run_faulty_step(fault) for fault in FAULTS]
 
@@ -461,11 +491,14 @@ show.table(rows, ["fault", "gradients that are wrong", "the worst of them"])
 
 # %% [markdown]
 # No fault raises an error.
-# The first fault spoils one tensor, whose twins then become different. The second spoils LayerNorms and late biases. The third spoils every tensor and is the hardest to find: it needs copies with different numbers of sequences, which few tests have.
+# The first fault makes the tied embedding's gradient wrong, and the twins then differ.
+# The second affects LayerNorms and late biases.
+# The third affects every gradient and is the hardest to find: it needs replicas with different numbers of sequences, which few tests have.
 #
 # ### Dropout: which ranks draw the same mask
 #
-# Outside the cut matrices all ranks of a *tensor* group hold the same activations, so they need the same dropout mask. Each *copy* and each *stage* needs its own mask.
+# Outside the sharded matrices all ranks of a *tensor* group hold the same activations, so they need the same dropout mask.
+# Each *replica* and each *stage* needs its own mask.
 # A seed for each rank breaks the first rule; one seed on all ranks breaks the second.
 
 # %%
@@ -489,18 +522,19 @@ for seeded in ("one seed", "by rank", "by copy"):
 show.table(rows, ["seeds", "alike in a tensor group", "alike in two copies"])
 
 # %% [markdown]
-# Independent masks agree in 50 % of the elements. So `Parallel` seeds torch's generator by copy and stage; within a tensor group, [each rank draws for itself](tensor_parallel.md#dropout-seeds-inside-and-outside-the-regions) only where activations are cut.
-# Another mesh draws other masks: compare with one process at dropout 0.
+# Independent masks agree in 50 % of the elements.
+# `Parallel` seeds torch's generator by replica and stage; within a tensor group, [each rank draws its own masks](tensor_parallel.md#dropout-seeds-inside-and-outside-the-regions) only where activations are sharded.
+# Another mesh draws other masks, so compare with one process at dropout 0.
 #
-# ## What it costs
+# ## Memory and communication on a mesh
 #
 # ### Bytes that a rank holds and sends
 #
-# For the ranks of one copy of the 2 × 2 × 2 job, the table compares the predictions of `mesh.predict` with the bytes held, and sent in a step.
+# For the ranks of one replica of the 2 × 2 × 2 job, the table compares the predictions of `mesh.predict` with the bytes held, and sent in a step.
 # The columns *stage* and *part* are the rank's place along the pipeline and the tensor axis.
 
 # %% tags=["hide-input"]
-# Table: bytes of one copy's four ranks, predicted and counted
+# Table: bytes of one replica's four ranks, predicted and counted
 rows = []
 for rank, one in enumerate(results["2 × 2 × 2, ZeRO-1, sequence"]):
     assert one["held"] == one["held_predicted"] and one["sent"] == one["sent_predicted"]
@@ -514,11 +548,13 @@ head += [x for a in ("tp", "pp", "dp") for x in (f"sends, {a} (B)", "counted")]
 show.table(rows, head)
 
 # %% [markdown]
-# Predicted and counted bytes are equal, with padding and scalars. The second stage holds more, since it has the last LayerNorm.
+# Predicted and counted bytes are equal, including padding and scalars.
+# The second stage holds more, since it has the last LayerNorm.
 #
 # ### Bytes between nodes, by order of the axes
 #
-# Every order sends the same number of bytes, but a different part of them leaves a node. With two nodes of four ranks:
+# Every order sends the same number of bytes, but a different part of them leaves a node.
+# This table is for two nodes of four ranks:
 
 # %% tags=["hide-input"]
 # Table: bytes that leave the two nodes under each order, predicted and counted
@@ -541,12 +577,14 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# With two nodes only the messages of the outermost axis leave a node. The tensor axis is the worst outermost axis, even in a model of two layers.
-# The pipeline axis sends half as much as the data axis. Without sequence parallelism it would send more: all $t$ ranks of a tensor group would send the same activation to the next stage.
+# With two nodes only the messages of the outermost axis leave a node.
+# The tensor axis is the worst choice, even for a model of two layers.
+# The pipeline axis sends half as much as the data axis.
+# Without sequence parallelism the pipeline axis would send more: all $t$ ranks of a tensor group would send the same activation to the next stage.
 #
 # ## The production library: FSDP2 over `parallelize_module`
 #
-# In PyTorch you cut the matrices along one axis of a `DeviceMesh`, and shard the parameters along the other.
+# In PyTorch `parallelize_module` shards the matrices over one axis of a `DeviceMesh`, and `fully_shard` the parameters over the other.
 
 # %%
 def build_torch_model(config):
@@ -565,7 +603,8 @@ def build_torch_model(config):
 
 
 # %% [markdown]
-# The course's module for the same job is `Parallel` with `Layout(dp=2, tp=2, zero=3)`. The cell trains both for five steps from the same weights:
+# The course's module for the same job is `Parallel` with `Layout(dp=2, tp=2, zero=3)`.
+# The next cell trains both for five steps from the same weights:
 
 # %% tags=["hide-input"]
 # Trains both, compares weights, and tries torch's clipping
@@ -605,10 +644,13 @@ print("a matrix:   ", matrix, "\na LayerNorm:", norm)
 print("clip_grad_norm_:", refused)
 
 # %% [markdown]
-# A `DTensor` knows how it is cut. A matrix is cut along two axes and has two entries; a LayerNorm is cut along one axis and has one entry.
-# So in torch 2.13 (November 2026) `clip_grad_norm_` refuses these gradients, of which some have one axis and some have two. torchtitan first makes LayerNorms DTensors with both axes.
+# A `DTensor` has a placement for each axis that shards it: a matrix has two, a LayerNorm one.
+# In torch 2.13 (November 2026) `clip_grad_norm_` refuses these gradients, since some are on one axis and some on two. torchtitan first makes LayerNorms DTensors on both axes.
 #
-# In [the benchmark](../benchmarks/mesh.py), with a model of 8 M parameters on four ranks of two cores over loopback, our `Parallel` takes 0.52 of torch's time and 0.97 of its peak memory. With layers four times as wide it takes 0.77 of the time, since most of the difference is the dispatch of each operation. The lower bound of the time, computing and moving the bytes alone, is 60 % of ours. These ratios do not hold on GPUs, where dispatch runs ahead of the computation.
+# In [the benchmark](../benchmarks/mesh.py), with a model of 8 M parameters on four ranks of two cores over loopback, our `Parallel` takes 0.52 of torch's time and 0.97 of its peak memory.
+# With layers four times as wide it takes 0.77 of the time, since most of the difference is the dispatch of operations.
+# The lower bound of the time, for computing and moving the bytes alone, is 60 % of ours.
+# These ratios do not hold on GPUs, where dispatch runs ahead of the computation.
 #
 # ## The command `python -m shardlab mesh`
 
@@ -616,7 +658,8 @@ print("clip_grad_norm_:", refused)
 print(run_shardlab("mesh --dp 2 --tp 2 --pp 2 --zero 1 --layers 4 --steps 4"))
 
 # %% [markdown]
-# `python -m shardlab mesh --help` names all options. `--budget` limits the bytes that a rank may hold:
+# `python -m shardlab mesh --help` names all options.
+# `--budget` limits the bytes that a rank may hold:
 
 # %%
 for options in ("", "--tp 2", "--tp 4", "--dp 2 --tp 2", "--dp 2 --tp 2 --zero 3"):
@@ -625,9 +668,10 @@ for options in ("", "--tp 2", "--tp 4", "--dp 2 --tp 2", "--dp 2 --tp 2 --zero 3
 
 
 # %% [markdown]
-# A layout whose fullest rank would hold too much is refused before anything starts. A larger `--tp` divides everything that a rank holds; a larger `--dp` divides nothing unless `--zero` is larger, too.
+# A layout whose fullest rank would hold too much is refused before anything starts.
+# A larger `--tp` divides everything that a rank holds; a larger `--dp` divides nothing without `--zero`.
 #
-# A layout that no mesh can train is refused in the same way, with one sentence on every rank:
+# A layout that no mesh can train is refused in the same way, with one message on every rank:
 
 # %%
 def print_error(make):
@@ -645,11 +689,15 @@ print_error(lambda: Job(SMALL, Layout(cp=2)))
 
 # %% [markdown]
 # `Parallel` also trains interleaved schedules with several chunks on a stage, and full recomputation; [the tests](../tests/test_mesh.py) count their bytes.
-# It leaves out context parallelism, experts over ranks, ZeRO in repeated groups, offload, schedules that split the backward, and recomputation of some operators only. `mesh.find_unsupported(config, layout)` lists the settings of a layout that it does not train.
+# It does not support context or expert parallelism, hybrid sharding, offload, schedules that split the backward, or recomputation of some operators only.
+# `mesh.find_unsupported(config, layout)` lists the settings of a layout that it does not train.
 #
 # ## Resuming from a checkpoint under another mesh
 #
-# A checkpoint does not depend on the mesh that saved it. Each rank writes its part of a matrix under the plain model's name, with its place in the whole matrix. ZeRO's shards are gathered over the copies first. [Checkpoints](checkpoint.md) explains the rest.
+# A checkpoint does not depend on the mesh that saved it.
+# Each rank writes its shard of a matrix under the plain model's name, with its place in the whole matrix.
+# ZeRO's shards are gathered over the replicas first.
+# [Checkpoints](checkpoint.md) explains the rest.
 
 # %% tags=["hide-input"]
 # Shows each part under the plain model's name
@@ -662,7 +710,7 @@ show.source(Parallel.named_parameters, Parallel.pieces, Parallel.full_state_dict
 # %% tags=["hide-input"]
 # Table: saved by 2 × 2 × 2, resumed by others
 def resume_training(folder, layout, steps):
-    """Load what is there, train, save the first time; weights at the beginning and the end."""
+    """Load any checkpoint, else save one after training; return first, last weights."""
     job = make_parallel(layout, UNTIED)
     training, copy = Training(job, make_adamw(job)), dist.get_rank(job.groups.dp)
     with Checkpoints(folder, dist.group.WORLD) as store:
@@ -707,13 +755,20 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# The weights as loaded have the same bits under every mesh. Two steps later the bits are the same only if sums are made in the same order.
-# A new $p$ changes no sum while the micro-batches are the same. A new $t$ or $d$ changes the order of additions, so the last digits differ.
+# The loaded weights have the same bits under every mesh.
+# Two steps later the bits are the same only if sums are made in the same order.
+# A new $p$ changes no sum while the micro-batches are the same.
+# A new $t$ or $d$ changes the order of additions, so the last digits differ.
 #
-# ## Hybrid sharding (HSDP): ZeRO-3 within a node, copies between nodes
+# ## Hybrid sharding (HSDP): ZeRO-3 within a node, replicas across nodes
 #
-# ZeRO-3 gathers each weight twice in a step. *Hybrid sharding* (HSDP) gathers within a node only, and averages gradients between nodes {cite}`zhao2023fsdp`. The data axis is split in two: an inner axis over which parameters are sharded, and an outer axis of copies. torchtitan calls them `dp_shard` and `dp_replicate`.
-# With this course's modules HSDP takes one line after backward. In torch you call `fully_shard` with a mesh of two dimensions. The next cell trains with both.
+# ZeRO-3 gathers each weight twice in a step, from all nodes.
+# *Hybrid sharding* (HSDP) shards parameters over the ranks of one node only, and every node holds a replica {cite}`zhao2023fsdp`.
+# So weights are gathered within a node, and only gradients are averaged across nodes.
+# The data axis is split in two, which torchtitan calls `dp_shard` (inner) and `dp_replicate` (outer).
+# With this course's modules HSDP takes one call after backward.
+# In torch you call `fully_shard` with a mesh of two dimensions.
+# The next cells train with both.
 
 # %%
 def hybrid_backward(model, tokens, targets, copies):
@@ -753,11 +808,11 @@ off, inside, outside, tensors = ranks.run(train_hybrid, 4, show=False)[0]
 assert off < 1e-4  # float32, after AdamW
 full = 4 * sum(p.numel() for p in GPT(UNTIED).parameters())
 rest = 4 * sum(p.numel() for n, p in GPT(UNTIED).named_parameters() if "blocks" not in n)
-# Halves: gathered in forward, gathered in backward but for the rest, gradients; a byte a tensor.
+# Half of: all weights, the blocks' weights again, all gradients; a byte per tensor.
 assert inside == (3 * full - rest) / 2 + tensors
 assert outside == full / 2  # 2 (2-1)/2 of this rank's half
 print(f"4 ranks: weights as fully_shard's, off by {format_gap(off)}; ", end="")
-print(f"{inside:,.0f} B to the shards, {outside:,.0f} B to the copies, as predicted")
+print(f"{inside:,.0f} B within nodes, {outside:,.0f} B across nodes, as predicted")
 P, NODES, G = 4 * 8.03e9, 8, 8  # bytes of the weights in float32
 rows = []
 for name, states, door in (
@@ -774,24 +829,26 @@ show.table(rows, head)
 # ```{admonition} Checked: "hybrid sharding keeps the traffic in the node"
 # :class: checked
 #
-# The bytes that leave a node fall from 95 to 56 GB: by two fifths, and not to an eighth. A ring over 64 ranks leaves each node at only one of its eight ranks, and gradients still have to leave.
-# The gain of hybrid sharding is that no layer *waits* for the network between nodes: the gathers stay inside. The price is eight times the model states.
+# The bytes that leave a node fall from 95 to 56 GB: by two fifths, and not to an eighth.
+# In a ring over 64 ranks only one of a node's eight ranks sends to another node, and gradients still have to leave.
+# The gain of hybrid sharding is that no layer *waits* for the network between nodes.
+# The price is eight times the model states.
 # ```
 #
-# ## When to use it
+# ## When to use a mesh
 #
 # | for | against |
 # |---|---|
-# | Each axis uses links that are fast enough: tensor within a node, pipeline and data between nodes | Three kinds of messages, three groups, and the faults above, none of which raises an error |
-# | All model states are divided by $t \cdot p$, and with ZeRO-1 optimizer states by $d$ as well | Stages need micro-batches, and copies divide the batch: a small batch is not enough for both |
-# | The model's code does not change | With stages, this page supports only ZeRO-1: with ZeRO-2 or 3 each micro-batch would gather or scatter everything anew. Llama 3's job, with 16 stages, does so for gradients {cite}`dubey2024llama3` |
+# | Each axis uses links that are fast enough: tensor within a node, pipeline and data between nodes | There are three kinds of messages, three groups, and the faults above, none of which raises an error |
+# | All model states are divided by $t \cdot p$, and with ZeRO-1 optimizer states by $d$ as well | Stages need micro-batches, and replicas divide the batch: a small batch is not enough for both |
+# | The model's code does not change | With stages, `Parallel` supports only ZeRO-1: with ZeRO-2 or 3 each micro-batch would gather or scatter everything anew. Llama 3's job, with 16 stages, does so for gradients {cite}`dubey2024llama3` |
 #
 # Signs that a real job is set up right:
 #
-# - the first loss and the first gradient norm are those of one process;
+# - the first loss and the first gradient norm equal those of one process;
 # - LayerNorms' weights are equal over a tensor group, to the bit, after a thousand steps;
 # - the tied embedding is equal on the first and the last stage;
-# - the network's counters show no traffic of the tensor groups.
+# - the counters of the network between nodes show no traffic of tensor groups.
 #
 # If the first gradient norm differs, [parity](parity.md) finds the first wrong tensor and its ranks.
 #
@@ -803,7 +860,8 @@ show.table(rows, head)
 # :label: ex-mesh-groups
 # ```
 #
-# Return three lists for `rank`: its data group, its pipeline group and its tensor group, with ranks in ascending order. Data is the outermost axis, tensor the innermost.
+# Return three lists for `rank`: its data group, its pipeline group and its tensor group, with ranks in ascending order.
+# Data is the outermost axis, tensor the innermost.
 
 # %%
 def my_groups(rank, d, p, t):
@@ -822,7 +880,8 @@ check(my_groups)
 # :class: dropdown
 # ```
 #
-# The last digit has $t$ values, the one before it $p$. So the next stage is $t$ ranks further, and the next copy $p \cdot t$ ranks.
+# The last digit has $t$ values, the one before it $p$.
+# So the next stage is $t$ ranks further, and the next replica $p \cdot t$ ranks.
 
 # %%
 def my_groups(rank, d, p, t):
@@ -839,11 +898,12 @@ check(my_groups)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} A budget (easy)
+# ```{exercise-start} A memory budget (easy)
 # :label: ex-mesh-budget
 # ```
 #
-# A model of `--layers 2 --hidden 64 --heads 4` takes 1.9 MB of model states. Find options (`--dp`, `--tp`, `--pp`, `--zero`) of `python -m shardlab mesh` with which no rank holds more than 300,000 bytes, on eight ranks at most and with a batch of 8.
+# A model of `--layers 2 --hidden 64 --heads 4` takes 1.9 MB of model states.
+# Find options (`--dp`, `--tp`, `--pp`, `--zero`) of `python -m shardlab mesh` with which no rank holds more than 300,000 bytes, on eight ranks at most and with a batch of 8.
 
 # %%
 answer = "--tp 2"  # options
@@ -858,7 +918,8 @@ check(answer, "mesh_budget")
 # :class: dropdown
 # ```
 #
-# Gradients and weights have to be divided as well: by ZeRO-3, by tensor ranks, or by both. ZeRO-1 leaves weights and gradients whole in every copy.
+# Gradients and weights have to be divided as well: by ZeRO-3, by tensor ranks, or by both.
+# ZeRO-1 leaves weights and gradients whole in every replica.
 
 # %%
 answer = "--dp 2 --tp 4 --zero 3"
@@ -873,7 +934,10 @@ check(answer, "mesh_budget")
 # :label: ex-mesh-norm
 # ```
 #
-# A tied GPT is cut over `groups.pp` and `groups.tp`; there is one copy. `gradients` are this rank's, by the plain model's names. `cut` has the names of the gradients of which each tensor rank has a part; all others are whole on every rank of a tensor group. The embedding's gradient is on the first stage as `embedding.weight`, and once more on the last as `head.weight`.
+# A GPT with a tied embedding is divided over `groups.pp` and `groups.tp`; there is one replica.
+# `gradients` are this rank's gradients, by the plain model's names.
+# `cut` has the names of the gradients that are sharded over a tensor group; all others are whole on each of its ranks.
+# The embedding's gradient is on the first stage as `embedding.weight`, and again on the last as `head.weight`.
 # On every rank, return the norm that one process computes over all gradients, as a scalar tensor.
 
 # %%
@@ -893,7 +957,8 @@ check(my_norm)
 # :class: dropdown
 # ```
 #
-# Every element counts once: whole gradients count on the first tensor rank, and the twin `head.weight` does not count. Then the squares are added up along both axes.
+# Every element counts once: whole gradients count on the first tensor rank, and the twin `head.weight` does not count.
+# Then the squares are added up along both axes.
 
 # %%
 def my_norm(gradients, cut, groups):
@@ -918,7 +983,10 @@ check(my_norm)
 # :label: ex-mesh-choice
 # ```
 #
-# Return a `Layout` of `ranks` ranks for `config`, with `zero=1`. Every rank holds at most `limit` bytes of model states. In a step of `batch` sequences, as few bytes as possible leave the nodes of `node` ranks each. Return `None` if no layout fits. Allowed are $t$ and $p$ that divide the model (`mesh.check_supported(config, layout)` raises ValueError for others) and $d$ that divide `batch`.
+# Return a `Layout` of `ranks` ranks for `config`, with `zero=1`, such that every rank holds at most `limit` bytes of model states.
+# In a step of `batch` sequences, as few bytes as possible should leave the nodes of `node` ranks each.
+# Return `None` if no layout fits.
+# $t$ and $p$ must divide the model (`mesh.check_supported(config, layout)` raises ValueError for others), and $d$ must divide `batch`.
 # Use `mesh.predict_state_bytes(config, layout, rank)`, `mesh.predict_sent_bytes(config, layout, rank, config.seq, batch // d)` and `layout.count_node_egress(node, sent)`, where `sent` is a function of the rank.
 
 # %%
@@ -938,7 +1006,8 @@ check(my_mesh)
 # :class: dropdown
 # ```
 #
-# Try all layouts: there are few. Sum `count_node_egress` over axes and nodes.
+# Try all layouts: there are few.
+# Sum `count_node_egress` over axes and nodes.
 
 # %%
 def my_mesh(config, ranks, node, limit, batch):
@@ -969,9 +1038,11 @@ check(my_mesh)
 # ## Summary
 #
 # - A rank's number is its place on the mesh, a digit for each axis; the ranks of a group differ in one digit.
-# - The tensor axis sends in every layer, so it is the last digit. Other orders send up to 24 times as much out of a node.
-# - Cut matrices, then layers, then shard over copies. A step sums gradients along the tensor and pipeline axes, between tied embeddings, along the data axis, and last for partly seen parameters.
-# - Every element counts once in the gradient norm; each copy's weight is its number of tokens with a target; copies and stages have their own dropout seeds, the ranks of a tensor group share one.
+# - The tensor axis sends in every layer, so it is the last digit.
+#   Other orders send up to 24 times as much out of a node.
+# - Shard matrices, then split layers into stages, then shard over replicas.
+#   A step sums gradients along the tensor and pipeline axes, between twins, along the data axis, and partial gradients last.
+# - Every element counts once in the gradient norm; each replica's weight is its number of tokens with a target; replicas and stages have their own dropout seeds, the ranks of a tensor group share one.
 # - The bytes that ranks hold and send are predicted exactly, along each axis.
 # - A checkpoint loads bit for bit under any mesh; later steps are bitwise equal if sums are made in the same order.
 #

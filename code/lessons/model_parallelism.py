@@ -167,7 +167,7 @@ print("losses of one process:", ", ".join(f"{x:.4f}" for x in ONE.losses))
 # In float32 these *model states* are 4 × 4 = **16 bytes for each parameter**.
 # The *activations* come on top: the tensors that forward computes and backward needs again.
 #
-# ![Memory of one GPU during a step of Llama 3 8B in float32. Weights and AdamW's two means, 96 GB together, are there all the time. Activations pile up during forward, to 101 GB. During backward they go, and gradients come in their place, up to 32 GB. The peak of 198 GB is at the end of forward; the four parts add up to 230 GB.](../figures/model_parallelism_step.svg)
+# ![Memory of one GPU during a step of Llama 3 8B in float32. Weights and AdamW's two means, 96 GB together, are there all the time. Activations grow during forward, to 101 GB. During backward they are freed, and gradients take their place, up to 32 GB. The peak of 198 GB is at the end of forward; the four parts add up to 230 GB.](../figures/model_parallelism_step.svg)
 #
 # Backward frees activations, from the last layer to the first, while it makes gradients.
 # So the *peak*, the most that a GPU holds at any moment, is less than the sum of the parts: here 198 GB, not 230.
@@ -209,7 +209,7 @@ show.table(rows, head, caption="One GPU, float32, one sequence of 8,192 tokens")
 # For each token, forward needs one multiplication and one addition per weight: 2 operations.
 # Backward needs twice as many, for the weight's gradient and for the gradient of the layer's input: 4 more.
 # Llama 3 8B was trained on 15 trillion tokens {cite}`dubey2024llama3`.
-# One H100 does 989 trillion operations a second in 16 bits; 40 % is a good result.
+# One H100 does 989 trillion operations a second in 16 bits; 40 % of this is a good result.
 
 # %%
 seconds = 6 * 8.03e9 * 15e12 / (0.4 * 989e12)
@@ -220,10 +220,10 @@ print("on one H100:", round(seconds / (365 * 24 * 3600)), "years")
 #
 # A step takes a batch through layers; layers have weights; weights have gradients and optimizer states.
 #
-# ![Four ways to train one model of four layers on four ranks. Data parallelism: each rank has a quarter of the batch and all four layers; gradients are sent. ZeRO, stage 3: each rank has a quarter of the batch, and of every layer's weights, gradients and optimizer states a quarter; weights and gradients are sent. Pipeline: each rank has one layer, and the whole batch passes through all of them; activations are sent to the next rank. Tensor parallelism: each rank has the whole batch and a quarter of every layer's matrices; activations are summed in every layer.](../figures/model_parallelism_ways.svg)
+# ![Four ways to train one model of four layers on four ranks. Data parallelism: each rank has a quarter of the batch and all four layers; gradients are sent. ZeRO, stage 3: each rank has a quarter of the batch, and a quarter of every layer's weights, gradients and optimizer states; weights and gradients are sent. Pipeline: each rank has one layer, and the whole batch passes through all of them; activations are sent to the next rank. Tensor parallelism: each rank has the whole batch and a quarter of every layer's matrices; activations are summed in every layer.](../figures/model_parallelism_ways.svg)
 #
 # A *rank* is a process with a number; usually it has a GPU of its own.
-# Here four ranks are real processes.
+# On this page four ranks are real processes.
 # Operations that all ranks call together are *collectives*.
 # After an *all-reduce* every rank has the sum, or the mean, of the tensors of all ranks.
 
@@ -268,7 +268,7 @@ def beside_one_process(name, technique, *args, device="auto"):
 # (mp-data)=
 # ## Data parallelism: copies
 #
-# Every rank has the whole model and a quarter of the batch.
+# Every rank has a copy of the whole model, a *replica*, and a quarter of the batch.
 # After backward the ranks average their gradients.
 #
 # ![Four ranks. Each has a quarter of the batch, all weights, and computes gradients of its own. An all-reduce averages the gradients; then all four ranks have the same gradients and make the same optimizer step.](../figures/data_parallel_replicas.svg)
@@ -291,18 +291,18 @@ def data_parallel():
 
 # %% [markdown]
 # Ranks have equally many sequences, so the mean of their four losses is the loss of the whole batch.
-# No weight is sent: the copies begin equal, and equal gradients keep them equal.
+# No weight is sent: the replicas begin equal, and equal gradients keep them equal.
 
 # %% tags=["hide-input"]
-# Compares four copies with one process
+# Compares four replicas with one process
 beside_one_process("data parallel", data_parallel)
 
 # %% [markdown]
 # In a ring each rank sends to the next one.
-# An all-reduce of $S$ bytes over a ring of $N$ ranks makes each rank send $2\frac{N-1}{N}S$: never more than $2S$.
+# In an all-reduce of $S$ bytes over a ring of $N$ ranks each rank sends $2\frac{N-1}{N}S$: never more than $2S$.
 # [Collectives](collectives.md) shows why.
 #
-# Copies divide the batch, and with it time and activations.
+# Replicas divide the batch, and with it time and activations.
 # They do not divide the states: **the whole model must fit on one GPU**.
 #
 # `````{admonition} Checked: "N GPUs train N times as fast"
@@ -313,7 +313,7 @@ beside_one_process("data parallel", data_parallel)
 # `````
 
 # %% tags=["hide-input"]
-# Table: predicted speedup of N copies
+# Table: predicted speedup of N replicas
 h100, llama = strategy.MACHINES["h100"], PRESETS["llama-3-8b"]
 params, rows, SPEEDUP = memory.count_parameters(llama), [], {}
 # Seconds on one GPU, of which two thirds are backward
@@ -332,7 +332,7 @@ show.table(rows, head, caption="Predicted: Llama 3 8B on H100s, 4 million tokens
 
 # %% [markdown]
 # `average_and_step` sends 35 tensors one by one, after backward.
-# [Data parallelism](data_parallel.md) packs them into *buckets* and sends those during backward, as PyTorch's `DistributedDataParallel` does.
+# [Data parallelism](data_parallel.md) packs the tensors into *buckets*, which it sends during backward, as PyTorch's `DistributedDataParallel` does.
 
 # %% tags=["hide-input"]
 # Compares that lesson's module with one process, and counts its all-reduces
@@ -390,9 +390,9 @@ def pipeline_step(stage, micro_batches):
 
 
 # %% [markdown]
-# A batch is cut into $m$ *micro-batches*.
-# With $m = 1$ this is the *naive pipeline*: three ranks wait.
-# With $m = 4$ a stage begins the next micro-batch as soon as it has sent the one before: GPipe {cite}`huang2019gpipe`.
+# A batch is split into $m$ *micro-batches*.
+# With $m = 1$ this is the *naive pipeline*: at any time three ranks wait.
+# With $m = 4$ a stage begins the next micro-batch as soon as it has sent the previous one: this is GPipe {cite}`huang2019gpipe`.
 
 # %% tags=["hide-input"]
 # Compares both pipelines with one process
@@ -409,7 +409,7 @@ def in_stages(m):
     return losses, stage, optimizer
 
 
-# CPU: gloo, which ranks on one GPU use, sends no tensor of a GPU to one rank alone
+# CPU: ranks that share a GPU use gloo, which has no point-to-point sends of GPU tensors
 beside_one_process("naive pipeline", in_stages, 1, device="cpu")
 # CPU: plain sends, which wait
 beside_one_process("pipeline", in_stages, 4, device="cpu")
@@ -420,7 +420,7 @@ beside_one_process("pipeline", in_stages, 4, device="cpu")
 #
 # The time in which a stage is idle is the *bubble*.
 # Each of the $p$ stages works in $m$ of a step's $m+p-1$ time slots, so the bubble is $\frac{p-1}{m+p-1}$ of the step.
-# The table measures the busy time, on stages that sleep instead of computing.
+# The table shows the busy share, measured on stages that sleep instead of computing.
 
 # %% tags=["hide-input", "measured"]
 # Table: busy share of four stages, by the formula and measured
@@ -459,7 +459,7 @@ def busy(m, unit=0.01):
 
 rows = []
 for m in (1, 4, 8):
-    # CPU: what sleeps needs no GPU. The first stage is the last to be done.
+    # CPU: stages that sleep need no GPU. The first stage finishes last.
     found = ranks.run(busy, 4, m, device="cpu")[0]
     rows.append((m, f"{100 * m / (m + 3):.0f}", f"{100 * found:.0f}"))
     near = abs(found - m / (m + 3)) < 0.12  # sleeps end late on a busy machine
@@ -474,21 +474,21 @@ show.table(rows, ["micro-batches", "busy: formula (%)", "measured (%)"])
 # {term}`1F1B <one forward, one backward>` does each backward as early as it can.
 # Its bubble is as large as GPipe's, but a stage keeps activations of at most $p$ micro-batches, not $m$ {cite}`narayanan2021megatron`.
 #
-# A rank holds about a quarter of the states, and sends least of all techniques here.
+# A rank holds about a quarter of the states, and sends the fewest bytes of all techniques here.
 # The price is the bubble; and all stages must take equally long, or the slowest delays the others.
 # [Pipeline parallelism](pipeline.md) builds 1F1B and its successors.
 #
 # (mp-tensor)=
 # ## Tensor parallelism: a cut through every matrix
 #
-# Tensor parallelism cuts every matrix, and all ranks work on the same layer at the same time {cite}`shoeybi2019megatron`.
+# Tensor parallelism shards every matrix, and all ranks work on the same layer at the same time {cite}`shoeybi2019megatron`.
 # A feed-forward network shows how: $Y = \operatorname{GELU}(X W_1)\,W_2$.
 #
-# ![A feed-forward network on four ranks. Every rank has all of X. The first matrix is cut by columns, a quarter for each rank, and so are X times it and its GELU. The second matrix is cut by rows, a quarter for each rank. Each rank then has a summand of Y, as large as all of Y; an all-reduce adds the four.](../figures/model_parallelism_ffn.svg)
+# ![A feed-forward network on four ranks. Every rank has all of X. The first matrix is sharded by columns, a quarter for each rank, and so are its product with X and the GELU of that. The second matrix is sharded by rows, a quarter for each rank. Each rank then has a partial sum of Y, as large as all of Y; an all-reduce adds the four.](../figures/model_parallelism_ffn.svg)
 #
-# $W_1$ is cut by columns, so a rank computes some columns of $X W_1$; GELU works on each number alone.
-# $W_2$ is cut by rows: a rank has those rows by which its columns of $\operatorname{GELU}(X W_1)$ are multiplied.
-# Each rank's product is a *summand* of $Y$, as large as $Y$; one all-reduce adds up the summands.
+# $W_1$ is sharded by columns, so a rank computes some columns of $X W_1$; GELU works on each number alone.
+# $W_2$ is sharded by rows: a rank has the rows by which its columns of $\operatorname{GELU}(X W_1)$ are multiplied.
+# Each rank's product is a summand, or *partial sum*, of $Y$, as large as $Y$; one all-reduce adds up the four.
 
 # %% tags=["hide-input"]
 # Defines `Copy`, an all-reduce in backward, and `Sum`, an all-reduce in forward
@@ -546,10 +546,10 @@ def tensor_parallel():
 # `Sum` is the all-reduce in forward; in backward it does nothing.
 # `Copy` does nothing in forward, and all-reduces in backward: every rank used all of $X$, so the gradient of $X$ is a sum over the ranks.
 #
-# Attention is cut in the same way, by heads.
+# Attention is sharded in the same way, by heads.
 
 # %% tags=["hide-input"]
-# Compares with one process: only the feed-forward cut, and then every matrix
+# Compares with one process: only feed-forward matrices sharded, then every matrix
 def everything_cut():
     model, losses = tp.parallelize(small_gpt(), dist.group.WORLD), []
     optimizer = adamw(model.parameters())
@@ -608,19 +608,19 @@ show.table(rows, [*head, "tensor parallel sends more above (tokens)"])
 
 
 # %% [markdown]
-# [Tensor parallelism](tensor_parallel.md) cuts embedding and head as well, and hides a part of the waiting.
+# [Tensor parallelism](tensor_parallel.md) shards embedding and head as well, and hides a part of the waiting.
 #
 # (mp-zero)=
 # ## ZeRO: copies that divide their states
 #
-# ZeRO is data parallelism in which each rank *owns* a part of the states, instead of a copy of all of them {cite}`rajbhandari2020zero`.
+# ZeRO is data parallelism in which each rank *owns* a shard of the states, instead of holding all of them {cite}`rajbhandari2020zero`.
 #
-# ![Model states on four ranks, by stages of ZeRO; a coloured piece is held by its owner alone, a pale one by every rank. Stage 0, data parallelism: weights, gradients and optimizer states are whole on every rank, 16 bytes for each parameter. Stage 1: each rank has a quarter of the optimizer states, 10 bytes. Stage 2: and a quarter of the gradients, 7 bytes. Stage 3: and a quarter of the weights, 4 bytes.](../figures/model_parallelism_zero.svg)
+# ![Model states on four ranks, by stages of ZeRO; a coloured piece is held by its owner alone, a pale one by every rank. Stage 0, data parallelism: weights, gradients and optimizer states are whole on every rank, 16 bytes for each parameter. Stage 1: each rank has a quarter of the optimizer states, 10 bytes. Stage 2: also a quarter of the gradients, 7 bytes. Stage 3: also a quarter of the weights, 4 bytes.](../figures/model_parallelism_zero.svg)
 #
 # All weights are put into one flat tensor, of which each rank owns a quarter.
 # A *reduce-scatter* gives each rank the averaged gradients of its quarter alone.
-# The rank steps its quarter, with a quarter of AdamW's means.
-# An *all-gather* gives the new weights to all.
+# The rank updates its quarter, with a quarter of AdamW's means.
+# An *all-gather* gives all new weights to every rank.
 
 # %%
 def zero_2():
@@ -633,7 +633,7 @@ def zero_2():
         gradients = parameters_to_vector(p.grad for p in model.parameters())
         mine.grad = torch.empty_like(mine)
         reduce_scatter_single(mine.grad, gradients / n, group=dist.group.WORLD)
-        model.zero_grad()  # of the gradients this rank keeps its quarter
+        model.zero_grad()  # this rank keeps only its quarter of the gradients
         optimizer.step()
         all_gather_single(flat, mine.detach().clone(), group=dist.group.WORLD)
 
@@ -642,7 +642,7 @@ def zero_2():
 
 # %% [markdown]
 # This is ZeRO's stage 2; stage 1 keeps all gradients until the next step.
-# Stage 3 divides the weights, too: it gathers a layer's weights just before they are needed, and frees them afterwards.
+# Stage 3 shards the weights, too: it gathers a layer's weights just before they are needed, and frees them afterwards.
 # The course's `zero` module does this in one line.
 
 # %%
@@ -653,7 +653,7 @@ def zero_3():
 
 # %% tags=["hide-input"]
 # Compares ZeRO-2 and ZeRO-3 with one process
-# CPU: gloo, which ranks on one GPU use, has no reduce-scatter for a GPU's tensors
+# CPU: ranks that share a GPU use gloo, which has no reduce-scatter of GPU tensors
 beside_one_process("ZeRO-2", zero_2, device="cpu")
 # CPU: bytes held by CPU kernels
 beside_one_process("ZeRO-3", zero_3, device="cpu")
@@ -662,7 +662,7 @@ beside_one_process("ZeRO-3", zero_3, device="cpu")
 # Activations are not divided: each rank has those of its own sequences.
 #
 # Stages 1 and 2 send what data parallelism sends, because an all-reduce *is* a reduce-scatter and an all-gather.
-# Stage 3 gathers the weights once more, for backward, and so sends 1.5 times as much at most.
+# Stage 3 gathers the weights once more, for backward, and so sends at most 1.5 times as much.
 # [ZeRO](zero.md) builds all stages, and shows FSDP2, PyTorch's stage 3.
 #
 # (mp-together)=
@@ -685,7 +685,7 @@ PREDICTED = {  # bytes of states, bytes sent in a step
     "data parallel, buckets": (
         16 * P + 4 * 35,
         ring * (4 * P + 4 * 35),
-    ),  # who had a gradient
+    ),  # flags: does any rank have this gradient?
     "naive pipeline": (16 * stage, 2 * stream),
     "pipeline": (16 * stage, 2 * stream),
     "tensor parallel, feed-forward alone": (16 * (P - ffn * 3 // 4), 8 * ring * stream),
@@ -720,7 +720,7 @@ show.table(rows, head, caption="The fullest rank")
 # | ZeRO-1, 2 | the model nearly fits: 10 or 7 bytes per parameter | stage 2 sends after each micro-batch |
 # | ZeRO-3 | states do not fit: 4 bytes per parameter | sends up to 1.5 times the bytes, in many more calls |
 # | recomputation | activations do not fit | a third more arithmetic at most |
-# | tensor parallelism | a layer is too large, or sequences are fewer than GPUs | sends 14 times a pipeline's bytes; computation waits for most of them |
+# | tensor parallelism | a layer is too large, or there are fewer sequences than GPUs | sends 14 times a pipeline's bytes; computation waits for most of them |
 # | pipeline | the model must span nodes | idle 43 % of the time with as many micro-batches as stages |
 
 # %% tags=["hide-input"]
@@ -741,11 +741,11 @@ print("all numbers of the table are those of this page")
 # ## How to choose
 #
 # Go down the chart and take the first technique with which the job fits into memory.
-# Techniques 1 to 5 change no line of the model, 6 needs fast links, 7 a schedule; 8 is the slow last resort.
+# Techniques 1 to 5 change no line of the model, 6 needs fast links, 7 needs a schedule; 8 is the slow last resort.
 #
-# ![A flow chart with a rung for each technique. At every rung two questions: can the batch be shared out, and does the fullest rank fit into its memory? Yes: train. No: the next rung. After the last one: more GPUs, or larger ones. The rungs: 1, data parallel: every GPU has a copy of everything; 2, ZeRO-1: each optimizer state once among the copies; 3, ZeRO-2: each gradient once, too; 4, ZeRO-3: each weight once, too, if the wire keeps up; 5, recompute: layers keep their inputs alone; ZeRO as before; 6, tensor in the node: matrices cut, over 2, 4, … GPUs of a node; 7, pipeline across nodes: layers cut, over stages on several nodes; 8, the host's memory: optimizer, or all states, on the host: slowest.](../figures/model_parallelism_choose.svg)
+# ![A flow chart with a box for each technique. Each box asks: can the batch be divided, and does the fullest rank fit into its memory? Yes: train. No: the next box. After the last: more GPUs, or larger ones. The boxes: 1, data parallel: every GPU has a copy of everything; 2, ZeRO-1: each optimizer state once among the copies; 3, ZeRO-2: each gradient once, too; 4, ZeRO-3: each weight once, too, if the link is fast enough; 5, recompute: layers keep only their inputs; ZeRO as before; 6, tensor in the node: matrices sharded, over 2, 4, … GPUs of a node; 7, pipeline across nodes: layers split into stages on several nodes; 8, the host's memory: optimizer, or all states, on the host: slowest.](../figures/model_parallelism_choose.svg)
 #
-# A *layout* says how a job is divided.
+# A *layout* describes how a job is divided.
 # The course's planner predicts each layout's memory and step time, and `choose_by_chart` follows the chart.
 
 # %%
@@ -755,12 +755,12 @@ for name in ("gpt-2", "llama-3-8b", "llama-3-70b"):
 
 
 # %% [markdown]
-# Here $d$ is the number of copies.
+# Here $d$ is the number of replicas.
 # A later technique of the chart may be faster; [Strategy](strategy.md) predicts by how much.
 #
-# Large jobs, such as [GPT-3 on 64 GPUs](../book/gpt3_on_64_gpus.md), combine techniques: tensor parallelism inside each node, a pipeline across nodes, and several copies of that pipeline, which divide their optimizer states by ZeRO-1.
+# Large jobs, such as [GPT-3 on 64 GPUs](../book/gpt3_on_64_gpus.md), combine techniques: tensor parallelism inside each node, a pipeline across nodes, and several replicas of that pipeline, which shard their optimizer states by ZeRO-1.
 #
-# ![Two jobs on four nodes of four GPUs. A large model: there are two copies, and each gets half of the batch. A copy is a pipeline of two nodes, with layers 1 and 2 on the first and 3 and 4 on the second; inside a node each GPU has a quarter of every matrix. A small model and much data: every GPU has all layers, and a sixteenth of the batch for itself.](../figures/model_parallelism_stacks.svg)
+# ![Two jobs on four nodes of four GPUs. A large model: two replicas, each with half of the batch. A replica is a pipeline of two nodes, with layers 1 and 2 on the first and 3 and 4 on the second; inside a node each GPU has a quarter of every matrix. A small model and much data: every GPU has all layers, and a sixteenth of the batch for itself.](../figures/model_parallelism_stacks.svg)
 #
 # (mp-deepspeed)=
 # ## DeepSpeed in practice
@@ -802,10 +802,10 @@ for stage in (2, 3):
 # (mp-more)=
 # ## Sequence, context and expert parallelism
 #
-# ![Six things that four ranks can share. Activations are a block of sequences, tokens and width: data parallelism cuts the sequences of the batch, context parallelism the tokens of each sequence, tensor parallelism the width of each layer. Of the model, a pipeline cuts the layers, ZeRO the states of every layer, and expert parallelism deals out the experts, to which each token is sent by a router.](../figures/model_parallelism_cuts.svg)
+# ![Six things that can be divided over four ranks. Activations are a block of sequences, tokens and width: data parallelism divides the sequences of the batch, context parallelism the tokens of each sequence, tensor parallelism the width of each layer. A pipeline divides the layers, ZeRO the states of every layer, and expert parallelism the experts, to which a router sends each token.](../figures/model_parallelism_cuts.svg)
 #
-# Tensor parallelism leaves some activations whole on every rank; [**sequence parallelism**](sequence_parallel.md) divides them by tokens, and sends no more bytes.
-# [**Context parallelism**](context_parallel.md) divides the tokens in all layers, for sequences too long for one GPU; ranks then send each other attention's keys and values.
+# Tensor parallelism leaves some activations whole on every rank; [**sequence parallelism**](sequence_parallel.md) shards them by tokens, and sends no more bytes.
+# [**Context parallelism**](context_parallel.md) shards the tokens in all layers, for sequences too long for one GPU; ranks then send each other attention's keys and values.
 # [**Experts**](experts.md) are many feed-forward networks in one layer, on different ranks; a router picks a few for each token {cite}`deepseek2024v3`.
 #
 # ## What goes wrong, and how it looks
@@ -813,7 +813,7 @@ for stage in (2, 3):
 # A run is right when its first loss and gradient norm are those of one process, and each rank holds and sends the predicted bytes.
 # If not, look here, then at [Symptoms](../book/symptoms.md):
 #
-# | what you see | what it often is |
+# | symptom | common cause |
 # |---|---|
 # | the job hangs without an error | a rank left out a [collective](collectives.md), or two stages follow two [schedules](pipeline.md) |
 # | the first loss is right, later ones are not | a missing [all-reduce in backward](tensor_parallel.md) |
@@ -875,7 +875,7 @@ check(answer, "gradient_traffic")
 # :class: dropdown
 # ```
 #
-# Each GPU sends $2(N-1)/N$ of the tensor: $(N-1)/N$ to add up, and as much again to hand out the sums.
+# Each GPU sends $2(N-1)/N$ of the tensor: $(N-1)/N$ to add up, and as much again to distribute the sums.
 
 # %%
 answer = 2 * 7 / 8 * 7e9 * 2
@@ -891,8 +891,8 @@ check(answer, "gradient_traffic")
 # ```
 #
 # Each of `p` equal stages of a pipeline should be busy for at least `percent` percent of a step; `percent` is a whole number below 100.
-# Return the smallest number of micro-batches that does it.
-# A float rounds 0.9, so count in whole numbers.
+# Return the smallest number of micro-batches that achieves this.
+# A float rounds 0.9, so compute with integers.
 
 # %%
 def my_busy_microbatches(p, percent):
@@ -929,7 +929,8 @@ check(my_busy_microbatches)
 # :label: ex-map-gpus
 # ```
 #
-# 70 billion parameters, 16 bytes of states for each, are trained with ZeRO-3. Each GPU also holds 10 GB of activations, gathered layers and buffers.
+# 70 billion parameters, 16 bytes of states for each, are trained with ZeRO-3.
+# Each GPU also holds 10 GB of activations, gathered layers and buffers.
 # A GPU has 80 GB, of which the job uses no more than 90 %; a node has 8 GPUs.
 # How many GPUs are needed, in whole nodes?
 
@@ -947,7 +948,7 @@ check(answer, "gpus_needed")
 # ```
 #
 # 90 % of 80 GB is 72 GB; 10 GB are taken whatever the number of GPUs, so 62 GB are left for states.
-# 1,120 / 62 = 18.1, so 19 GPUs are needed, which are in three nodes.
+# 1,120 / 62 = 18.1, so 19 GPUs are needed: three nodes.
 
 # %%
 alone = math.ceil(70e9 * 16 / (0.9 * 80e9 - 10e9))
@@ -963,11 +964,11 @@ check(answer, "gpus_needed")
 # :label: ex-map-zero-pipeline
 # ```
 #
-# A stage of a pipeline has `params` parameters and `d` copies.
+# A stage of a pipeline has `params` parameters and `d` replicas.
 # A step has `m` micro-batches; weights and gradients have 2 bytes.
-# Return a list of four numbers: the bytes that a rank sends to the other copies in one step, in ZeRO's stages 0 (plain data parallelism) to 3.
+# Return a list of four numbers: the bytes that a rank sends to the other replicas in one step, in ZeRO's stages 0 (plain data parallelism) to 3.
 # Stages 0 and 1 send gradients once, after the last micro-batch.
-# Stages 2 and 3 send them after each micro-batch, because a rank keeps those of its own part alone.
+# Stages 2 and 3 send them after each micro-batch, because a rank keeps only its own shard.
 # Stage 3 gathers the weights for each forward, and again for each backward.
 # `params` is a multiple of `d`.
 
@@ -1007,14 +1008,14 @@ check(my_zero_traffic)
 # :label: ex-map-grid
 # ```
 #
-# Four ranks train `y_BF = x_BH @ w_FH.T`: two copies, each cut in two.
-# The loss is half of the sum of `y_BF ** 2`, divided by the sequences of *all* copies.
-# Each rank has the `x_BH` of its copy, and `w_fH`: half of the rows of `w_FH`.
-# `tensor_group` holds the ranks of one copy, `data_group` the ranks with the same rows.
-# With `group=…` a collective runs over the ranks of that group alone.
+# Four ranks train `y_BF = x_BH @ w_FH.T`: two replicas, each sharded over two ranks.
+# The loss is half of the sum of `y_BF ** 2`, divided by the sequences of *all* replicas.
+# Each rank has the `x_BH` of its replica, and `w_fH`: half of the rows of `w_FH`.
+# `tensor_group` holds the ranks of one replica, `data_group` the ranks with the same rows.
+# With `group=…` a collective runs only over the ranks of that group.
 # Return the loss of the whole batch, the same on all ranks, and the gradient of `w_fH`.
-# Copies have equally many sequences.
-# Derivative: the gradient of `w_fH` is `y_Bf.T @ x_BH` over the sequences.
+# Replicas have equally many sequences.
+# The gradient of `w_fH` is `y_Bf.T @ x_BH` over the sequences.
 
 # %%
 def my_grid_step(x_BH, w_fH, tensor_group, data_group):
@@ -1033,9 +1034,9 @@ check(my_grid_step)
 # :class: dropdown
 # ```
 #
-# The two parts of a copy are parts of one sum, so the loss is added up over the tensor group.
-# The losses of the copies are averaged.
-# The gradient of a rank's rows is averaged over the copies, which have the same rows; the tensor group has other rows.
+# The two ranks of a replica have addends of one loss, which is added up over the tensor group.
+# The losses of the replicas are averaged.
+# The gradient of a rank's rows is averaged over the data group, which has the same rows; the tensor group has other rows.
 
 # %%
 def my_grid_step(x_BH, w_fH, tensor_group, data_group):
@@ -1061,7 +1062,7 @@ check(my_grid_step)
 #
 # Lay out Llama 3 70B on 64 H200s, 8 in a node, for steps of 512 sequences of 8,192 tokens.
 # The fullest GPU should reserve no more than 139.2 GB, 92.7 % of what it has, and a step should take no more than 71 s, as `strategy.predict` predicts.
-# The chart's layout fits, and is too slow.
+# The chart's layout fits, but is too slow.
 # Several layouts meet both limits; the check says which limit yours misses.
 
 # %%
@@ -1080,8 +1081,8 @@ check(layout, "my_layout")
 # ```
 #
 # The chart takes ZeRO-3 with recomputation, which computes a third more.
-# With matrices cut over half a node, two stages and eight copies, the activations fit without recomputation.
-# With matrices cut over a whole node, `tp=8`, ranks would wait longer for all-reduces.
+# With matrices sharded over half a node, two stages and eight replicas, the activations fit without recomputation.
+# With matrices sharded over a whole node, `tp=8`, ranks would wait longer for all-reduces.
 
 # %%
 layout = strategy.Layout(
@@ -1096,7 +1097,7 @@ check(layout, "my_layout")
 # ## Summary
 #
 # - Training needs 16 bytes for each parameter, plus activations.
-# - Data parallelism divides the batch, a pipeline the layers, tensor parallelism the matrices, and ZeRO the states, which plain copies hold in full.
+# - Data parallelism divides the batch, a pipeline the layers, tensor parallelism the matrices, and ZeRO the states, which plain replicas hold in full.
 #
 # ## Further reading
 #

@@ -18,12 +18,12 @@
 #
 # After this lesson you can
 #
-# - check whether two programs, one plain and one parallel, compute the same, and find the first tensor that differs;
-# - say how far rounding alone moves a tensor, and why a tolerance chosen by eye hides mistakes;
-# - name what makes two runs of *one* program differ, and make them bitwise equal where that is possible;
-# - recognise ten published mistakes, each by one line of the check's report.
+# - check whether a parallel program computes the same as a plain one on one device, and find the first tensor that differs;
+# - measure how much rounding alone changes a tensor, and say why a tolerance chosen by eye hides mistakes;
+# - name the causes that make two runs of *one* program differ, and make the runs bitwise equal where possible;
+# - recognise ten published mistakes, each by one line of parity's report.
 #
-# Some programs below split matrices or distribute experts ([Model parallelism](model_parallelism.md)).
+# Some programs below use tensor or expert parallelism ([Model parallelism](model_parallelism.md)).
 
 # %% tags=["hide-input"]
 # Imports, and the small model of this page
@@ -84,7 +84,8 @@ def do_nothing(*_):
 # %% [markdown]
 # ## Two losses that agree
 #
-# Every program on this page trains the same small GPT with the same loop. The programs differ in what they pass to the loop: how the model is divided among ranks, which part of the batch a rank takes, and what happens between backward and the step.
+# Every program on this page trains the same small GPT with the same loop.
+# The programs differ in what they pass to the loop: how the model is divided among ranks, which part of the batch a rank takes, and what happens between backward and the optimizer step.
 
 # %%
 def identity(x):
@@ -121,7 +122,7 @@ def train(watch, config=SMALL, dtype=torch.float32, steps=1, wrap=identity,
 
 
 # %% [markdown]
-# `train` without options is the plain program. `summed` is parallel: each rank takes its share of the batch, and gradients are added up.
+# `train` without options is the plain program. `summed` is parallel: each rank takes its share of the batch, and an all-reduce sums the gradients.
 
 # %%
 def take_share(x):
@@ -144,18 +145,19 @@ rows = [(n, f"{one[n - 1]:.4f}", f"{two[n - 1]:.4f}") for n in (1, 2, 5, 10, 20)
 show.table(rows, ["step", "loss of one process (nats)", "of two ranks"])
 
 # %% [markdown]
-# You would call these losses equal: two GPUs rarely come closer to one. But the programs differ:
+# These losses look equal: losses on one and two GPUs rarely agree better. But the programs differ:
 
 # %%
 print(parity.check(train, summed, ranks=2))
 
 
 # %% [markdown]
-# All 19 gradients are twice the right ones: they were summed over the ranks, but not averaged. AdamW divides each gradient by its own size, so the factor cancels. You notice it only when you clip gradients, look at their norm, or change the optimizer.
+# All 19 gradients are twice the right ones: they were summed over the ranks, but not averaged. AdamW normalizes each gradient by its running magnitude, so the factor cancels.
+# You notice the factor only when you clip gradients, look at their norm, or change the optimizer.
 #
 # ## A simple comparison, and its three false alarms
 #
-# A simple check takes some twenty lines. It records every module's output and every gradient in both programs, joins the ranks' halves, and prints the first tensor that differs:
+# A simple check takes some twenty lines. It records every module's output and every gradient in both programs, joins the ranks' halves, and names the first tensor that differs:
 
 # %%
 def record_step(program):
@@ -193,7 +195,10 @@ def find_first_difference(plain, by_rank, allowed=0.0, dimensions=1):
 
 
 # %% [markdown]
-# Now try it on three programs that are all *right*. `averaged` repairs the program above. `dealt` distributes sequences round-robin, as a [sampler](train.md#samplers-a-share-of-the-data-for-each-rank) does. `halved` gives each rank half of every feed-forward network, and adds up the two results.
+# Now try this check on three *right* programs.
+# `averaged` repairs `summed`.
+# `dealt` distributes sequences round-robin, as a [sampler](train.md#samplers-a-share-of-the-data-for-each-rank) does.
+# `halved` gives each rank half of every feed-forward network, and sums the results.
 
 # %%
 def average_gradients(model):
@@ -239,8 +244,8 @@ show.table(rows, ["right program", "allowed", "halves joined along", "“first d
 # Four of the five rows are false alarms.
 #
 # 1. **Rounding.** The sum of the two ranks' gradients rounds differently from the gradient of the whole batch. A check has to allow some difference; `1e-5` was a guess.
-# 2. **Unknown sharding.** Halves of a matrix may have to be joined by columns, not by rows; sequences may be dealt alternately; other programs shard in zig-zag, in flat pieces, with padding.
-# 3. **Addends.** On each rank `ffn.down` returns one addend of a *sum*. However you join these parts, you do not get the whole tensor, and yet nothing is wrong: the next line adds them up. If that line were missing, the parts would look the same.
+# 2. **Unknown sharding.** Halves of a matrix may have to be joined by columns, not by rows; sequences may alternate between the ranks; other programs shard in zig-zag, in flat pieces, or with padding.
+# 3. **Partial sums.** On each rank `ffn.down` returns a *partial sum*, one addend of the output. Joined partial sums are never the whole tensor, and yet nothing is wrong: the next line adds them up. If that line were missing, the parts would look the same.
 #
 # ![Three ways in which parts of two ranks make a whole of four rows. Behind one another: rank 0 has rows 0 and 1, rank 1 rows 2 and 3. Dealt: rank 0 has rows 0 and 2, rank 1 rows 1 and 3. Addends: each rank has four rows of its own, and only their sum is the whole.](../figures/parity_parts.svg)
 #
@@ -248,19 +253,21 @@ show.table(rows, ["right program", "allowed", "halves joined along", "“first d
 #
 # ## Rule 1: rounding is measured
 #
-# How far rounding moves a tensor depends on the model, its depth, the number format and the step, so the check measures this distance. It runs the plain program three more times, and in these runs moves numbers of *every* output, every output's gradient and every initial weight at random by one unit in the last place:
+# How much rounding changes a tensor depends on the model, its depth, the number format and the step, so the check measures this difference.
+# It runs the plain program three more times with noise: random elements of *every* output, every output's gradient and every initial weight move by one unit in the last place:
 
 # %%
 show.source(rounding.move_by_ulp)
 
 # %% [markdown]
-# A long sum can be off by far more than one unit of its addends. So in these runs the check multiplies the addends by a random number and divides the sum by that number, which changes every rounding.
-# A cast to fewer bits, such as autocast's, hides small noise. So the check rounds a thousandth of the cast numbers in the other direction.
+# A long sum can be off by far more than one unit of its terms. So in these runs the check multiplies the terms by a random number and divides the sum by the same number, which changes every rounding.
+# A cast to fewer bits, such as autocast's, hides small noise. So the check also moves one in a thousand cast numbers.
 #
-# The check allows twelve times the largest of the three differences; twelve and [other constants](#the-constants-of-the-check-and-their-limits) are the same for all programs.
-# It compares the whole tensor, and also the worst row, because one wrong row among thousands hardly changes the total.
+# A tensor's *noise* is its largest difference in the three runs.
+# The *tolerance* is twelve times the noise; twelve and [other constants](#the-constants-of-the-check-and-their-limits) are the same for all programs.
+# The check compares the whole tensor, and also its worst row, because one wrong row among thousands hardly changes the total.
 #
-# The picture shows twelve layers and six steps in two number formats: lines are the noise, dots show how far two correct ranks are from one process.
+# The picture shows twelve layers and six steps in two number formats: lines are the noise, dots the differences between `averaged` on two ranks and one process.
 
 # %% tags=["hide-input"]
 # Picture: rounding through layers and steps, in two number formats
@@ -305,14 +312,15 @@ for ax, (keys, title, along) in zip(axes, panels, strict=True):
         ax.semilogy(x, [apart[dtype, key] or None for key in keys], "o", color=color, ms=4)
     ax.set_title(title, fontsize=11)
     ax.set(xlabel=along, ylim=(1e-8, 3))
-axes[0].set(ylabel="difference, of a tensor's size")
+axes[0].set(ylabel="difference / tensor's size")
 axes[0].text(1, 3e-2, "bfloat16", color=show.INK, fontsize=9)
 axes[0].text(1, 1e-6, "float32", color=show.INK, fontsize=9)
 ends = {dtype: [records[dtype].noise[keys[-1]][0] for keys, *_ in panels] for dtype in FORMATS}
 show.figure(
     figure,
-    "Noise of outputs, gradients and updates: below 1e-5 in float32; in bfloat16 some per cent of "
-    "outputs and gradients, and half of an update. Two ranks are near these lines or below.",
+    "Noise relative to a tensor's size: below 1e-5 in float32; in bfloat16 a few per "
+    "cent for outputs and gradients, and half for updates. Two ranks are near the "
+    "noise or below.",
     "parity-rounding",
 )
 
@@ -323,14 +331,16 @@ rows = [
     for dtype in FORMATS
 ]
 head = ["format", "output of layer 12", "gradient of layer 1", "update of step 6"]
-show.table(rows, [*head, "allowed of that gradient"])
+show.table(rows, [*head, "tolerance of that gradient"])
 
 
 # %% [markdown]
-# Outputs have no dots, because they are bitwise equal. Gradients are sums over texts in different orders, and differ.
+# Outputs have no dots, because they are bitwise equal. Gradients differ, because they are sums over texts in different orders.
 #
 # In `float32` rounding is five orders of magnitude smaller than the tensor.
-# In `bfloat16` the check allows layer 1's gradient to be off by a third of its size. It cannot compare updates at all, since AdamW turns small numbers into their signs; the report says so. *Check the logic in `float32`*, then run once more in `bfloat16`.
+# In `bfloat16` the check allows layer 1's gradient to be off by a third of its size.
+# It cannot compare updates at all, as the report says: where a gradient is almost zero, AdamW still takes a full step, and rounding decides its sign.
+# *Check the logic in `float32`*, then run once more in `bfloat16`.
 #
 # Rounding hardly changes a *factor* that all numbers of a gradient share. So in `bfloat16` the check also compares this factor. Here a program multiplies its gradients by 1.05:
 
@@ -350,28 +360,31 @@ assert not report.is_equal
 # ````{admonition} Checked: "it is off by 2e-3, that is rounding; loosen the tolerance"
 # :class: checked
 #
-# A pull request to Megatron-LM {cite}`megatron5956` added a comparison of experts on two ranks with one process, and it failed in CI. The first analysis blamed the order in which NCCL adds, and proposed a looser tolerance. Then its author edited it: "Don't do that; the assertion is catching a real bug." Gradients of experts were too large by a factor.
-# People loosen a tolerance that they chose by eye when it fails their test. They have no such choice if the tolerance is measured: below, the smallest of ten published mistakes is off by 0.3 %, four hundred times the tolerance.
+# A pull request to Megatron-LM {cite}`megatron5956` added a test that compares experts on two ranks with one process, and the test failed in CI.
+# The first analysis blamed the order in which NCCL adds, and proposed a looser tolerance. Then its author edited it: "Don't do that; the assertion is catching a real bug." Gradients of experts were too large by a factor.
+# People loosen a tolerance chosen by eye when their test fails. A measured tolerance leaves no such choice: the smallest of the ten published mistakes below is off by 0.3 %, four hundred times the tolerance.
 # ````
 #
 # ## Rule 2: the values decide which part of a tensor a rank holds
 #
-# A **place** says which elements of the plain program's tensor a rank's part holds: part = whole[place]. The check tries places, the likeliest first: the whole tensor, equal pieces along a dimension, zig-zag, every n-th row, sections of a joined matrix, flat pieces, uneven pieces, rows in any order. You annotate nothing, and names of modules do not matter: the check takes the place whose values fit.
+# A **place** says which elements of the plain program's tensor a rank's part holds: part = whole[place].
+# The check tries places, the likeliest first: the whole tensor, equal pieces along a dimension, zig-zag, every n-th row, sections of a fused matrix, flat pieces, uneven pieces, rows in any order.
+# You annotate nothing, and no place depends on a module's name: the check takes the place whose values fit.
 #
-# This search could hide a mistake: a wrong tensor might fit some other place. So the check learns places from the *weights*, before the first step, when no mistake can have acted. If all numbers of a weight are equal, such as a LayerNorm's ones, the check keeps all places that fit.
+# This search could hide a mistake: a wrong tensor might fit some other place. So the check learns places from the initial *weights*, before any mistake can have acted. If all numbers of a weight are equal, such as a LayerNorm's ones, the check keeps all places that fit.
 #
 # ## Rule 3: strict at the ends, lenient inside
 #
-# Addends between modules are no mistake. Nor is it a mistake if a rank's backward runs with half the loss and the gradients are doubled afterwards. Only the *ends* must be right: the gradients that the optimizer gets, and its updates of the weights.
+# Partial sums between modules are no mistake. A rank may also run backward with half the loss, if the gradients are doubled afterwards. Only the *ends* must be right: the gradients that the optimizer gets, and its updates of the weights.
 #
 # ![A step in five phases, from left to right: weights, outputs, gradients of outputs, gradients, updates. Weights, gradients and updates are the ends, framed: they must be in the weight's place, with factor 1, on each rank that holds the weight. Outputs and their gradients, between the ends, may be in any place, be addends, or in backward carry a factor for each rank: they only show where a mistake began.](../figures/parity_step.svg)
 #
-# At the ends a tensor has to be in its weight's place, with a factor of exactly 1, on each rank that holds the weight. Outputs and their gradients may be in any place, be addends, or in backward carry one factor for each rank; comparing them only shows where a mistake began.
+# At the ends a tensor has to be in its weight's place, with a factor of exactly 1, on each rank that holds the weight. Outputs and their gradients may be in any place or be partial sums, and in backward each rank may have a factor of its own; comparing them only shows where a mistake began.
 # So an output that fits no place raises no alarm if every gradient of the step is right; the report counts such tensors.
 #
 # ## A report, line by line
 #
-# Here are the reports on the three correct programs above:
+# The reports on the three correct programs above:
 
 # %%
 for program in (averaged, dealt, halved):
@@ -379,9 +392,9 @@ for program in (averaged, dealt, halved):
 
 
 # %% [markdown]
-# Each program is a function that takes `watch` and calls `watch(model, optimizer)` once, before the first step. If a pipeline's stages number their layers from 0, `rename=` translates the parameters' names.
+# Each program is a function that takes `watch` and calls `watch(model, optimizer)` once, before the first step. If each pipeline stage numbers its layers from 0, `rename=` translates the parameters' names.
 #
-# In backward each half of `halved` computes one addend of the input's gradient, and these have to be added up. Without this sum the output and the loss are still right:
+# In backward, each rank of `halved` computes a partial sum of the input's gradient, and these have to be all-reduced. Without this all-reduce the output and the loss are still right:
 
 # %%
 def split_without_reduction(model):
@@ -396,19 +409,19 @@ assert not report.is_equal
 
 
 # %% [markdown]
-# - **Where**: step, phase and name of the first tensor that fits no place, and the ranks that have it. All earlier tensors were right.
-# - **What**: the likely cause, found from the numbers. Here no simple cause fits; elsewhere it is a factor, a missing sum, or a weight that counts twice.
-# - **How far**: the difference, relative to the tensor's size, and the difference that rounding explains. If their ratio is below 100, suspect the tolerance; here it is almost $10^5$.
-# - **Where it began**: the first tensor of the phase whose addends were not added up. Backward is linear, so addends pass through norms and sums unchanged, and the first *wrong* tensor can be far from the forgotten line of code. This line names the tensor next to it.
-# - **How many more**: the number of further tensors that are wrong in the same way in this step. Later steps are not judged.
+# - **Where**: step, phase and name of the first wrong tensor, and the ranks on which it is wrong. All earlier tensors were right.
+# - **What**: the likely cause, found from the numbers. Here no simple cause fits; other reports name a factor, a missing sum, or a bias that counts twice.
+# - **How far**: the difference, relative to the tensor's size, and the difference that rounding explains. If their ratio is below 100, suspect the tolerance; here the ratio is almost $10^5$.
+# - **Where it began**: the first tensor of the phase whose partial sums were not added up. Backward is linear, so partial sums pass through norms and additions as partial sums, and the first *wrong* tensor can be far from the forgotten line of code. The report names the tensor next to that line.
+# - **How many more**: the number of further wrong tensors in the same phase of this step. Later tensors are not compared.
 #
 # `report.is_equal`, `report.first_finding` and `report.findings` are for your own tests: `assert parity.check(plain, parallel).is_equal`.
 #
-# [The tests](../tests/test_parity.py) use parity on every technique of this course, on DDP, FSDP2, DTensor and DeepSpeed, right and with mistakes.
+# [The tests](../tests/test_parity.py) use parity on every technique of this course, on DDP, FSDP2, DTensor and DeepSpeed, with and without mistakes.
 #
 # ## Ten published mistakes
 #
-# Each of these mistakes was published, and raised no error. Each is rebuilt here in a few lines that are passed to `train`.
+# Each of these mistakes was published, and raised no error. Each is reproduced here in a few lines that are passed to `train`.
 #
 # **A mean of means** (transformers 34191 {cite}`transformers34191`). Texts have unequal lengths. Each rank, or each micro-batch, takes the mean over its own tokens, and these means are averaged. `compute_joined_mean` is right: it divides the sum of all losses by the number of all tokens.
 
@@ -427,7 +440,7 @@ def compute_joined_mean(logits, targets):
 
 
 # %% [markdown]
-# **Another optimizer than you asked for** (DeepSpeed 8437 {cite}`deepspeed8437`). Muon is for matrices, so it gets the parameters with two dimensions. But sharded parameters are flat, so AdamW gets all of them.
+# **Another optimizer than you asked for** (DeepSpeed 8437 {cite}`deepspeed8437`). Muon is for matrices, so it gets the parameters with two dimensions. But ZeRO's shards of parameters are flat, so AdamW gets all of them.
 # Muon casts gradients to 16 bits, and a single number that rounds in the other direction moves Muon's update by 1 %. So the runs with noise also change some of these roundings.
 
 # %%
@@ -446,7 +459,7 @@ def shard_model(model):
 
 
 # %% [markdown]
-# **Micro-batches that are lost** (open-instruct 1498 {cite}`openinstruct1498`). The training loop accumulates gradients itself, but DeepSpeed was not told: its engine treats each backward as a whole step's, and keeps only the last. Stages 1 and 2 of version 0.19.8 still make this mistake (November 2026).
+# **Micro-batches that are lost** (open-instruct 1498 {cite}`openinstruct1498`). The training loop accumulates gradients itself, but DeepSpeed's engine was not told: it treats each backward as a whole step's, and keeps only the last gradient. Stages 1 and 2 of version 0.19.8 still make this mistake (November 2026).
 
 # %%
 def split_micro_batches():
@@ -508,7 +521,8 @@ def clip_parallel(model, everywhere=True):
 
 
 # %% [markdown]
-# **A gradient that is an addend** (torchtitan 1805, 2387 and 4054 {cite}`torchtitan1805,torchtitan2387,torchtitan4054`). A DTensor's local part goes to sharded experts. Only the author knows the placement of that part's gradient, and three times in one project `to_local` was called without `grad_placements`.
+# **A gradient that is a partial sum** (torchtitan 1805, 2387 and 4054 {cite}`torchtitan1805,torchtitan2387,torchtitan4054`). In torchtitan, sharded experts use a DTensor's local tensor, which `to_local` returns.
+# The caller must declare the placement of that tensor's gradient as `grad_placements`; three times in one project, callers did not.
 
 # %%
 def leave_dtensor(x, group, placements):
@@ -548,7 +562,7 @@ def parallelize_head_norms(model):
 
 
 # %% [markdown]
-# **A sum in 16 bits** (pytorch 190626 {cite}`pytorch190626`). FSDP2 is asked to add gradients in `float32`. With tensor parallelism it adds gradients of norms in `bfloat16`; torch 2.13 still does. In the cell everything but that sum is in `float32`.
+# **A sum in 16 bits** (pytorch 190626 {cite}`pytorch190626`). FSDP2 is asked to add gradients in `float32`. With tensor parallelism it adds gradients of norms in `bfloat16`, still in torch 2.13. In the cell only this sum is not in `float32`.
 
 # %%
 def sum_norm_gradients(model, which, dtype=torch.float32):
@@ -560,7 +574,7 @@ def sum_norm_gradients(model, which, dtype=torch.float32):
 
 
 # %% [markdown]
-# **Experts' gradients not divided** (Megatron-LM 5956 {cite}`megatron5956`). An expert sees the tokens of all ranks, so its gradient is already a sum over the ranks. It still has to be divided by the number of ranks.
+# **Experts' gradients not divided** (Megatron-LM 5956 {cite}`megatron5956`). An expert sees the tokens of all ranks, so its gradient is already a sum over the ranks. The gradient still has to be divided by the number of ranks.
 
 # %%
 def scale_experts(model):
@@ -600,7 +614,7 @@ def clip_locally(model, limit):
 
 
 # %% [markdown]
-# **`and` for a comma** (Megatron-LM 1256 {cite}`megatron1256`). A `with` statement should enter two contexts. But `rng and fp8` is `fp8`: `rng` is never entered, and all ranks drop the same units. To compare dropout at all, the plain program has to draw the numbers that the ranks should draw: here each half of the batch has its own seed.
+# **`and` for a comma** (Megatron-LM 1256 {cite}`megatron1256`). A `with` statement should enter two contexts. But `rng and fp8` evaluates to `fp8`: `rng` is never entered, and all ranks drop the same units. To compare dropout at all, the plain program has to draw the numbers that the ranks should draw: here each half of the batch has its own seed.
 
 # %%
 @contextmanager
@@ -635,7 +649,7 @@ def add_dropout(model, seeds=None, comma=True):
 
 
 # %% [markdown]
-# The column "loss" says how far the loss of step 1 is off.
+# The column "loss" is the relative error of step 1's loss.
 
 # %% tags=["hide-input"]
 # Runs all ten, right and wrong, on the same two ranks
@@ -740,15 +754,15 @@ head = ["thread", "loss", "what the report says"]
 show.table(rows, head, caption="Ten published mistakes; parity reports nothing on the corrected programs")
 
 # %% [markdown]
-# - **Eight of ten losses are right**, up to rounding, and the other two are off by less than a thousandth: an untrained model guesses, and its loss is about $\ln 256$, right or wrong. Compare gradients, by name.
-# - **Rank 0 may be fine.** DeepSpeed 1801 is right on rank 0 and wrong on all others; in Megatron-LM 7452 rank 0 has half of the gradient.
+# - **Eight of ten losses are right**, up to rounding, and the other two are off by less than a thousandth: an untrained model guesses, so its loss is about $\ln 256$ with and without a mistake. Compare gradients, by name.
+# - **Rank 0 may be fine.** DeepSpeed 1801 is right on rank 0 and wrong on all others; in Megatron-LM 7452 rank 0 has a partial sum of the gradient.
 # - **Gradients may be right**: DeepSpeed 8437 differs only in its updates.
 # - **In `bfloat16` a mistake can be as small as rounding.** With `bfloat16` weights, for which pytorch 190626 was reported, rounding hides this mistake from a comparison with one process, [unless all other numbers are exact](../tests/parity_published.py).
-# - **The compared steps have to do what the job does.** Texts of equal length hide the first mistake, inactive clipping hides two, a single micro-batch hides another one, and a model without dropout the last. Of 118 published mistakes that were read for this course, 33 do not show in a step without such features, and 31 more do not show in any single step.
+# - **The compared steps have to do what the job does.** Texts of equal length hide the first mistake, inactive clipping hides two, a single micro-batch hides another, and a model without dropout hides the last. Of 118 published mistakes that were read for this course, 33 do not show in a step without such features, and 31 more do not show in any single step.
 #
 # ## Comparing two scripts
 #
-# Compare two scripts, of which a launcher starts the parallel one, by a command. Each script calls `parity.watch(model, optimizer)` once, which does nothing when the script runs without this command.
+# A command compares two scripts, and starts the parallel one by its launcher. Each script calls `parity.watch(model, optimizer)` once; without the command, this call does nothing.
 
 # %%
 PLAIN = """\
@@ -775,7 +789,7 @@ PARALLEL = BEGIN + PLAIN.replace("model(x)", "model(x.chunk(2)[dist.get_rank()])
 # python -m shardlab parity plain.py -- torchrun --nproc-per-node 2 parallel.py
 # ```
 #
-# The plain script runs once without noise and three times with noise, and writes its tensors to a folder; each rank of the parallel script compares its part. `--folder` names an empty folder in which to keep them. The exit status is 0 if the programs are equal, 1 if they differ, 2 if they cannot be compared.
+# The plain script runs once without noise and three times with noise, and writes its tensors to a folder; each rank of the parallel script compares its part. `--folder` names an empty folder that keeps these tensors. The exit status is 0 if the programs are equal, 1 if they differ, 2 if they cannot be compared.
 
 # %% tags=["hide-input"]
 # Starts the command
@@ -796,7 +810,7 @@ assert done.returncode == 1, done.stderr
 #
 # ## Same bits: what makes two runs of one program differ
 #
-# A parity check compares runs on different numbers of ranks. Their sums have different orders, so it has to allow rounding. Two runs of the *same* program on the same ranks can be bitwise equal. Then a difference of one bit is a mistake, and you need no tolerance.
+# A parity check compares runs on different numbers of ranks. Their sums have different orders, so the check has to allow rounding. Two runs of the *same* program on the same ranks can be bitwise equal. Then a difference of one bit is a mistake, and you need no tolerance.
 
 # %%
 def backward_in_halves(tokens, targets, model):
@@ -842,7 +856,7 @@ what = [
     ("the batch in two halves, gradients added", "nothing: sums have another order"),
     ("another kernel of attention", "sdpa_kernel"),
     ("a sum of two ranks' numbers, by all-reduce", "a + b = b + a"),
-    ("of four ranks' numbers", "the same ranks and the same algorithm"),
+    ("a sum of four ranks' numbers", "the same ranks and the same algorithm"),
 ]
 rows = [(w, "yes" if same else "no", how) for (w, how), same in zip(what, found, strict=True)]
 show.table(rows, ["what is changed", "bitwise equal", "what makes it equal"])
@@ -857,13 +871,13 @@ torch.use_deterministic_algorithms(False)
 
 
 # %% [markdown]
-# Compare bits where results should be bitwise equal: after a [resume](train.md#resume-everything-that-decides-the-next-step), a refactoring, or an alarm.
+# Compare bits where results should be bitwise equal: after a [resume](train.md#resume-everything-that-decides-the-next-step) or a refactoring, or in a rerun after an alarm.
 #
 # ## Mistakes that a single step does not show
 #
-# Some mistakes do not show in a single step: a learning rate schedule that counts micro-batches, an epoch that repeats the order of the last, an optimizer state that is lost at a resume. Let the programs take enough steps; `check` compares all of them. Call `watch.declare_samples(ids)` in both programs to declare which samples a step's batch holds; wrongly distributed data then get their own line in the report.
+# Examples are a learning rate schedule that counts micro-batches, an epoch that repeats the previous epoch's order, and an optimizer state that is lost at a resume. Let the programs take enough steps; `check` compares all of them. Call `watch.declare_samples(ids)` in both programs to declare which samples a step's batch holds; the report then lists wrongly distributed data.
 #
-# `parity.check_resume` compares a run that is stopped and resumed with a plain run. `stopped_run` takes some steps and saves to a folder; `resumed_run` loads and takes the remaining steps, on the same number of ranks or on another. In the second check the optimizer's state is not saved.
+# `parity.check_resume` compares a run that is stopped and resumed with a plain run. `stopped_run` takes some steps and saves to a folder; `resumed_run` loads and takes the remaining steps, on the same number of ranks or another. In the second check the optimizer's state is not saved.
 
 # %%
 def run_steps(watch, model, optimizer, numbers):
@@ -908,9 +922,9 @@ print(parity.check_resume(full_run, stopped_run, forgetful_run, ranks=2))
 # %% [markdown]
 # ## Parity and tensor types: which mistakes each finds
 #
-# [Tensor types](tensor_types.md), later in this course, find a wrong gradient before a program runs: every tensor gets a type that says how the ranks' parts are related, and a checker follows the types. Types miss wrong factors and wrong data; parity does not name the wrong line of code, and checks only code that runs.
+# [Tensor types](tensor_types.md), later in this course, find a wrong gradient before a program runs: every tensor gets a type that says how the ranks' parts are related, and a checker derives each result's type. Types miss wrong factors and wrong data; parity does not name the wrong line of code, and checks only code that runs.
 #
-# Every lesson has a section on what goes wrong. [A test](../tests/parity_measured.py) has a program for each of these mistakes that changes numbers, and for published mistakes that no lesson shows. It trains each program for twenty steps on CPU ranks and in one process, and runs both checkers on it.
+# Every lesson has a section on what goes wrong. [A test](../tests/parity_measured.py) has a program for each of these mistakes that changes numbers, and for published mistakes that no lesson shows. The test trains each program for twenty steps on CPU ranks and in one process, and runs both checkers.
 
 # %% tags=["hide-input"]
 # Table: how many of the measured mistakes each check finds
@@ -932,7 +946,7 @@ assert looks[0][1] == 0 and looks[-1][1] == looks[-1][2]
 show.table(looks, ["check", "mistakes found", "mistakes checked"])
 
 # %% [markdown]
-# The loss of the first step finds nothing at all. A longer run finds about half, but does not name the cause.
+# The loss of the first step shows no mistake. Twenty losses show about half, but not the cause.
 # Neither a comparison of twenty losses (within 1 %) nor types find these mistakes:
 
 # %% tags=["hide-input"]
@@ -944,7 +958,7 @@ show.table(rows, ["mistake", "loss of step 20 (%)", "what parity says"])
 # %% [markdown]
 # <details class="answer"><summary>All mistakes, and which check finds each</summary>
 #
-# A number is the first step in which the check finds the mistake; 0 means before the first step. An empty cell means that types do not cover the program (hooks, messages between two ranks, masks). Text in place of numbers says why the mistake cannot be found by comparing two runs.
+# A number is the first step in which the check finds the mistake; 0 means before the first step. An empty cell means that types do not cover the program (hooks, messages between two ranks, masks). Text in place of numbers says why a comparison of two runs cannot find the mistake.
 
 # %% tags=["hide-input"]
 # Table: all mistakes of the course, and published ones
@@ -967,10 +981,10 @@ show.table(rows, head, caption=f"{len(shown)} mistakes")
 #
 # | | tensor types | parity |
 # |---|---|---|
-# | need | the types of each operator, one line each; no second rank, no reference | a plain program, and one line in each program |
-# | find | missing and double sums, with the line of code | whatever changes a number: factors, seeds, data, sharding, the optimizer |
-# | cost | milliseconds a layer | four plain runs and a parallel one |
-# | miss | factors, initial weights, texts, orders of data | mistakes that both programs share; features that the compared steps do not use |
+# | needs | the types of each operator, one line each; no second rank, no reference | a plain program, and one line in each program |
+# | finds | missing and double sums, with the line of code | every changed number: factors, seeds, data, sharding, the optimizer |
+# | costs | milliseconds a layer | four plain runs and a parallel one |
+# | misses | wrong factors, initial weights, texts, orders of data | mistakes that both programs share; features that the compared steps do not use |
 #
 # ## How the check works
 #
@@ -980,7 +994,7 @@ show.table(rows, head, caption=f"{len(shown)} mistakes")
 show.source(core.Matcher.receive_part, core.Matcher.find_place)
 
 # %% [markdown]
-# The place of one tensor helps to find the next tensor's. Two kinds of state record this:
+# Known places help to find those of later tensors. Two classes keep this state:
 
 # %%
 show.source(core.WeightPlaces, core.CallState)
@@ -992,13 +1006,14 @@ show.source(core.WeightPlaces, core.CallState)
 show.source(core.Matcher._place_weight, core.Matcher._propose_weight_places)
 
 # %% [markdown]
-# An output may be in any place; the matcher first tries the place of other tensors of the same shape. Of all proposals that fit it takes the nearest, since with a loose tolerance wrong places fit, too.
+# An output may be in any place; the matcher first tries the place of other tensors of the same shape. It takes the nearest of all that fit, since with a loose tolerance wrong places fit, too.
 
 # %%
 show.source(core.Matcher._place_output, core.Matcher._pick_place)
 
 # %% [markdown]
-# The output's gradient is in the same place, times this rank's factor, which the first gradient decides. Texts that begin with the same word have equal first rows, so an output may have been placed at another text's row. Gradients tell such rows apart:
+# The output's gradient is in the same place, times this rank's factor, which the first gradient decides.
+# Texts that begin with the same token have equal first rows, so the matcher may have placed an output at another text's row. Gradients tell such rows apart:
 
 # %%
 show.source(
@@ -1025,13 +1040,13 @@ show.source(
 )
 
 # %% [markdown]
-# For tensors that fit no place by themselves, the comparison tries sums over groups of ranks. Equal parts are not taken for addends, even if their sum fits. An embedding of positions has no batch dimension: its output is the same in every micro-batch, so its gradient is summed over micro-batches, too.
+# For tensors that fit no place by themselves, the comparison tries sums over groups of ranks. Equal parts are not taken for partial sums, even if their sum fits. An embedding of positions has no batch dimension: its output is the same in every micro-batch, so its gradient is summed over micro-batches, too.
 
 # %%
 show.source(cross_rank.find_partial_sum_groups, cross_rank._has_right_gradient_sum)
 
 # %% [markdown]
-# The remaining tensors are wrong, and [a table of causes](../code/shardtools/parity/causes.py) finds the likeliest one.
+# The remaining tensors are wrong, and [a table of causes](../code/shardtools/parity/causes.py) finds the likeliest cause.
 
 # %%
 show.source(comparison.Comparison._explain_misfits)
@@ -1040,24 +1055,24 @@ show.source(comparison.Comparison._explain_misfits)
 # %% [markdown]
 # ### The constants of the check, and their limits
 #
-# The noise is measured. The factors by which the check multiplies it are constants, the same for all programs ([noise.py](../code/shardtools/parity/noise.py)):
+# These constants turn the noise into tolerances ([noise.py](../code/shardtools/parity/noise.py)):
 #
 # | constant | value | why this value | limits |
 # |---|---|---|---|
-# | `DRAWS` | 3 | the largest of three draws is rarely small by luck, and more take time | the noise of a tensor with one number is estimated from three numbers |
-# | `TOLERANCE_FACTOR` | 12 | of 999 random right programs no tensor needs more than 10.5 times its noise (an update), no gradient more than 5.4 | these programs have two layers, some hundred tokens and at most 8 ranks, without random factors in sums; with such factors, correct programs use 5 to 7 % of the tolerance at 65,536 tokens and at $10^6$ rows |
-# | `MAX_TOLERANCE` | 0.5 | a tensor that may be off by more than half of its size is another tensor | such tensors are not compared; the report counts them |
-# | `LOOSE_TOLERANCE` | 0.001 | with a looser tolerance outputs fit at wrong places, so all places are tried and the nearest is taken | rows that are equal in few bits stay ambiguous |
-# | `SIGN_FLIP_FACTOR` | 3 | a number below three times its gradient's noise may have the other sign, and AdamW then takes a full step in the wrong direction | in `bfloat16` an update of AdamW may be off by about a quarter, where it is judged |
-# | `DRIFT_FACTOR`, `ROUNDING_FACTOR` | 6, 2 | a common factor may be off by six times its noise in a draw, or by twice the noise of one number | in `bfloat16` a factor of 1.02 may be rounding; deep in a network 1.05 may be, too |
+# | `DRAWS` | 3 | the largest of three runs' noise is rarely small by luck, and more runs take time | the noise of a tensor with one number is estimated from three numbers |
+# | `TOLERANCE_FACTOR` | 12 | in 999 random correct programs no tensor needs more than 10.5 times its noise (an update), no gradient more than 5.4 | these programs have two layers, some hundred tokens and at most 8 ranks, without random factors in sums; with such factors, correct programs use 5 to 7 % of the tolerance at 65,536 tokens and at $10^6$ rows |
+# | `MAX_TOLERANCE` | 0.5 | a looser tolerance would accept quite different tensors | tensors with a larger tolerance are not compared; the report counts them |
+# | `LOOSE_TOLERANCE` | 0.001 | with a looser tolerance outputs fit wrong places, too, so all places are tried and the nearest is taken | rows that are equal in few bits stay ambiguous |
+# | `SIGN_FLIP_FACTOR` | 3 | a number below three times its gradient's noise may have the other sign, and AdamW then takes a full step in the wrong direction | in `bfloat16` an update of AdamW may be off by about a quarter, if it is compared |
+# | `DRIFT_FACTOR`, `ROUNDING_FACTOR` | 6, 2 | a common factor may be off by six times its noise, or by twice the noise of one number | in `bfloat16` a factor of 1.02 may be rounding; deep in a network 1.05 may be, too |
 #
-# No choice finds a mistake that is smaller than the tolerance. With 65,536 tokens in `float32` the tolerance corresponds to a factor of 1.00001 for most gradients, and of 1.00014 for a norm's weight, whose terms are added one after the other (1.0004 with $10^6$ tokens).
+# No check finds a mistake that is smaller than its tolerance. With 65,536 tokens in `float32` the tolerance corresponds to a factor of 1.00001 for most gradients, and of 1.00014 for a norm's weight, whose terms are added one after the other (1.0004 with $10^6$ tokens).
 # One lost token of 65,536 is found all the same, since its own row of the output's gradient is missing.
 #
 # ### With torch.compile
 #
 # Call `watch` first, and `torch.compile` after it. Then the hooks are compiled with the model, and every output is compared.
-# But the hooks cause graph breaks. A GPT with two layers is one graph of 131 calls without hooks, and 20 graphs with 58 calls with them, so the check does not run the fused program.
+# But the hooks cause graph breaks. A GPT with two layers is one graph of 131 calls without hooks, and with hooks 20 graphs with 58 calls, so the check does not run the fused program.
 # A model that was compiled and called *before* `watch` keeps its one graph. Then the check compares gradients and updates, but no outputs inside the graph; the report says so.
 # Check the logic without compilation, and only gradients and updates of the fused program.
 #
@@ -1155,7 +1170,7 @@ show.table(rows, ["program", "one run without the check (s)", "runs in a check",
 # :label: ex-parity-far
 # ```
 #
-# In three noisy runs a gradient of twelve layers moves by at most $2.1 \cdot 10^{-7}$ of its size. On two ranks it is off by $1.9 \cdot 10^{-3}$. How many times the tolerance is this difference?
+# In three noisy runs of a twelve-layer model, a gradient moves by at most $2.1 \cdot 10^{-7}$ of its size. On two ranks the gradient is off by $1.9 \cdot 10^{-3}$. How many times the tolerance is this difference?
 
 # %%
 answer = ...  # times
@@ -1205,7 +1220,7 @@ check(answer, "four_reports")
 # :class: dropdown
 # ```
 #
-# A is right up to the update, which is off by a multiple of the weight: weight decay. In B rows of the batch are on no rank. C's gradients are sums of the ranks' gradients with unequal factors. D's backward begins with a different factor on each rank.
+# A is right up to the update, which is off by a multiple of the weight: weight decay. In B, rows of the batch are on no rank. C's gradients are sums of the ranks' gradients with unequal factors. D's backward begins with a different factor on each rank.
 
 # %%
 answer = {"A": "decay", "B": "share", "C": "clip", "D": "counts"}
@@ -1220,8 +1235,8 @@ check(answer, "four_reports")
 # :label: ex-parity-cut
 # ```
 #
-# A loader deals *pairs* of rows: rank $r$ of $N$ has rows $2r$, $2r + 1$, then $2N + 2r$, $2N + 2r + 1$, and so on. A new kind of sharding is a function in the table `CUTS`.
-# Write the function: a rank holds `size` of `total` rows. Return a tensor of row numbers for each rank, in the order `first`, `first + 1`, …, `N - 1`, `0`, …, `first - 1`. `total` is a multiple of `2 * N`.
+# A data loader distributes *pairs* of rows: rank $r$ of $N$ has rows $2r$, $2r + 1$, then $2N + 2r$, $2N + 2r + 1$, and so on. Parity's table `CUTS` has a function for each kind of sharding.
+# Write the function for this one: a rank holds `size` of `total` rows. Return a tensor of row numbers for each rank, beginning with rank `first`: `first`, `first + 1`, …, `N - 1`, `0`, …, `first - 1`. `total` is a multiple of `2 * N`.
 
 # %%
 def my_cut(size, total, first):
@@ -1251,7 +1266,7 @@ check(my_cut)
 
 
 # %% [markdown]
-# Parity calls every function of the table for each tensor. So the function returns nothing if `size` is odd, or if `total` is not a multiple of `size`.
+# Parity calls every function in `CUTS` for each tensor. So a function must return nothing if `size` is odd, or `total` is not a multiple of `size`.
 #
 # ```{solution-end}
 # ```
@@ -1260,7 +1275,7 @@ check(my_cut)
 # :label: ex-parity-repair
 # ```
 #
-# The plain program takes the mean loss over all tokens that have a target (−100 has none), clips the norm of the gradients to 0.1, and takes a step of AdamW. The parallel program below has two mistakes; `parity.check` on 2 and 4 ranks reports them. `make_network()` returns the model, `make_batches()` two steps' batches of all ranks.
+# The plain program takes the mean loss over all tokens that have a target (−100 means none), clips the norm of the gradients to 0.1, and takes a step of AdamW. The parallel program below has two mistakes; `parity.check` on 2 and 4 ranks reports them. `make_network()` returns the model, `make_batches()` the whole batches of two steps.
 
 # %%
 def my_program(watch):
@@ -1395,10 +1410,10 @@ check(report, "own_parity")
 # ## Summary
 #
 # - A parity check compares every output, gradient and update of a parallel program with those of a plain one, and names the first that differs.
-# - It measures rounding by moving every number by one unit in the last place; a tolerance chosen by eye hides mistakes.
+# - It measures rounding by moving numbers of every tensor by one unit in the last place; a tolerance chosen by eye hides mistakes.
 # - It learns from the weights, before a mistake can act, which part of a tensor each rank holds.
-# - It is strict at the ends: the gradients that the optimizer gets and the weights that it makes. Between modules, ranks may hold addends or scaled values; these only show where a mistake began.
-# - Most published mistakes leave the loss right. Compare by name, all copies, before the optimizer and after it.
+# - It is strict at the ends: the gradients that the optimizer gets and its updates. Between modules, ranks may hold partial sums or scaled values; these only show where a mistake began.
+# - Most published mistakes leave the loss right. Compare tensors by name, on all ranks, before and after the optimizer step.
 # - Test the logic in float32, with a different text on each rank, active clipping and accumulation.
 # - Two runs of one program can be bitwise equal: same seeds, same order of sums, same kernels.
 #

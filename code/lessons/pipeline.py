@@ -18,14 +18,14 @@
 #
 # After this lesson you can
 #
-# - cut a model by layers over ranks, and explain why this alone does not shorten a step;
+# - split a model by layers into stages, and explain why this alone does not shorten a step;
 # - write GPipe and 1F1B as loops, run them on real ranks with gradients bitwise equal to one process, and predict their bubble and memory;
 # - read and simulate schedules with a smaller bubble, down to zero, and compare them with PyTorch's;
 # - choose the numbers of stages and micro-batches, balance the stages, and find deadlocks before a run.
 #
 # You need the activations section of [Memory](memory.md).
 #
-# A model does not fit on your GPU, so you buy three more and cut it into four stages.
+# A model does not fit on your GPU, so you buy three more and split it into four stages.
 # Now the model fits, but a step takes as long as on one GPU that is large enough: each of the four works 25 % of the time.
 # This lesson shortens the other 75 %, in which each GPU waits.
 #
@@ -187,7 +187,7 @@ for m in (1, 4):
     print(f"m = {m}: gradients differ from one process by {apart}")
 
 # %% [markdown]
-# But each block needs the previous block's output, so only one rank works at a time. Step through such a step, with the whole batch as micro-batch 0:
+# But each block needs the previous block's output, so only one rank works at a time. Follow such a training step, with the whole batch as micro-batch 0:
 #
 # :::{step-through} The whole batch at once on four stages
 # 1. ![Time 0 to 1. Stage 0: forward 0; then holds 0. Stage 1: idle; then holds nothing. Stage 2: idle; then holds nothing. Stage 3: idle; then holds nothing.](../figures/steps/pipeline_naive_1.svg)
@@ -239,7 +239,7 @@ def run_naive(microbatches):
 # CPU: times are gloo's
 at_once, looped = (ranks.run(run_naive, 4, m, device="cpu")[0] for m in (1, 4))
 busy = {m: 1 - timeline.bubble for m, timeline in ((1, at_once), (4, looped))}
-# One at a time is 25 % at most. What is missing are messages and a busy machine.
+# One stage at a time: 25 % at most. Messages and a busy machine make it less.
 assert max(busy.values()) < 0.26, busy
 show.check_timing(min(busy.values()) > 0.05, "a stage works 5 to 25 % of the step")
 print(f"a stage works {100 * busy[1]:.0f} % of the step with the batch at once,")
@@ -274,7 +274,7 @@ gradients = ranks.run(train_step, 4, gpipe, 8)
 
 # %% [markdown]
 # How large is its bubble? If a forward takes $f$ seconds and a backward $g$, a stage works for $m(f + g)$ seconds.
-# The last of the $p$ stages starts $p-1$ forwards late. After its last backward, $p-1$ more backwards follow until the first stage is done. So a step takes $(m+p-1)(f+g)$, and
+# The last of the $p$ stages starts after $p-1$ forwards. After its last backward, $p-1$ more backwards follow until the first stage is done. So a step takes $(m+p-1)(f+g)$, and
 #
 # $$
 # \text{bubble} = \frac{p-1}{m+p-1} .
@@ -313,7 +313,7 @@ def time_plain_step(order, m, wire=None):
 
 apart = compare_with_one_process(gradients, 8)
 print("gradients differ from one process by", apart)
-# CPU: what sleeps needs no GPU
+# CPU: sleeping stages need no GPU
 seconds = ranks.run(time_plain_step, 4, gpipe, 4, device="cpu")[0]
 busy = 4 * 3 * UNIT / seconds
 print(f"busy: claimed 75 %, predicted {400 / 7:.0f} %, measured {100 * busy:.0f} %")
@@ -344,7 +344,7 @@ def one_f_one_b(stage, pieces):
 gradients = ranks.run(train_step, 4, one_f_one_b, 8)
 
 # %% [markdown]
-# In these pictures, the passes of each step have a thick outline:
+# In each picture, the passes since the previous picture have a thick outline:
 #
 # :::{step-through} 1F1B on four stages, six micro-batches
 # 1. ![Time 0 to 1. Stage 0: forward 0; then holds 0. Stage 1: idle; then holds nothing. Stage 2: idle; then holds nothing. Stage 3: idle; then holds nothing.](../figures/steps/pipeline_1.svg)
@@ -358,7 +358,7 @@ gradients = ranks.run(train_step, 4, one_f_one_b, 8)
 #
 # 3. ![Time 4 to 6. Stage 0: idle; then holds 0, 1, 2, 3. Stage 1: idle; then holds 0, 1, 2. Stage 2: idle; then holds 0, 1. Stage 3: backward 0; then holds nothing.](../figures/steps/pipeline_3.svg)
 #
-#    Micro-batch 0 has reached the last stage, and its backward begins at once. After that backward, stage 3 frees the micro-batch's activations. The others wait.
+#    Micro-batch 0 has reached the last stage, and its backward begins at once. After that backward, stage 3 frees the micro-batch's activations. The other stages wait.
 #
 # 4. ![Time 6 to 10. Stage 0: idle; then holds 0, 1, 2, 3. Stage 1: backward 0; then holds 1, 2. Stage 2: backward 0, forward 2, backward 1; then holds 1, 2. Stage 3: forward 1, backward 1, forward 2; then holds 2.](../figures/steps/pipeline_4.svg)
 #
@@ -411,7 +411,7 @@ for name, order, slots, *kept in cases:
     compare_with_one_process(ranks.run(train_step, 4, order, m), m)  # it asserts
     # CPU: bytes held by CPU kernels
     peaks = ranks.run(measure_plain_peak, 4, order, m, device="cpu")
-    # CPU: what sleeps needs no GPU
+    # CPU: sleeping stages need no GPU
     seconds = ranks.run(time_plain_step, 4, order, m, device="cpu")[0]
     first[order] = peaks[0]
     predicted = 3 * UNIT * slots
@@ -436,7 +436,7 @@ show.table(
 #
 # ## A schedule as a list
 #
-# The orders above call `forward` and `backward`. `shardlab.pipeline` writes the same loops as a list instead: `F2` is the forward of micro-batch 2, `B2` its backward.
+# The orders above call `forward` and `backward`. `shardlab.pipeline` writes the same orders as lists of passes: `F2` is the forward of micro-batch 2, `B2` its backward.
 
 # %%
 show.source(pipeline.schedule_gpipe, pipeline.schedule_1f1b)
@@ -453,12 +453,12 @@ print(pipeline.make_schedule("1f1b", 4, 6))
 # ### Interleaving: less bubble, more messages
 #
 # Filling the pipeline takes $p-1$ forwards of a whole stage. To shorten them, give each rank several smaller pieces of the model.
-# Cut the model into $p \cdot v$ *chunks* of consecutive layers, $v$ for each rank: rank $s$ gets chunks $s$, $s+p$, $s+2p$, …
+# Split the model into $p \cdot v$ *chunks* of consecutive layers, $v$ for each rank: rank $s$ gets chunks $s$, $s+p$, $s+2p$, …
 # A rank's stage is then its $v$ chunks together. (In code `parts` is $p \cdot v$, and `chunks` is $v$.)
 #
 # ![Which chunks of a model four stages hold. One each: chunks 0 to 3 in order. A loop of two each: stage 0 has chunks 0 and 4, stage 1 chunks 1 and 5, and so on; after chunk 3 a micro-batch goes back to stage 0. A V of two each: stage 0 has chunks 0 and 7, stage 3 chunks 3 and 4; at the turn the micro-batch stays on its stage, and it ends on the stage where it began.](../figures/pipeline_placement.svg)
 #
-# A chunk takes $1/v$ of a stage's time, so filling takes $1/v$ of the time, too: the bubble is $\frac{p-1}{vm+p-1}$. The price is about $v$ times the messages, since each micro-batch passes all ranks $v$ times, and somewhat more activations.
+# A chunk takes $1/v$ of a stage's time, so filling takes $1/v$ of the time, too: the bubble is $\frac{p-1}{vm+p-1}$. The price is about $v$ times the messages, since each micro-batch visits all ranks $v$ times, and somewhat more activations.
 #
 # ![1F1B above interleaved 1F1B with two chunks for each of four stages, eight micro-batches. Boxes are half as long and twice as many, the ramps at both ends are half as long, and the bubble falls from 27 % to 16 %.](../figures/pipeline_interleaved.svg)
 #
@@ -471,17 +471,17 @@ print(pipeline.make_schedule("1f1b", 4, 6))
 #
 # If the three passes take $F$, $I$ and $W$ seconds:
 #
-# - *ZB-H1* moves `W` to the end, where the pipeline drains. 1F1B idles $(p-1)(F+I+W)$ seconds, ZB-H1 $(p-1)(F+I-W)$: a third of that if all three take equally long. Every stage holds $p$ micro-batches; under 1F1B only the first does.
+# - *ZB-H1* moves `W` to the end, where the pipeline drains. 1F1B idles $(p-1)(F+I+W)$ seconds, ZB-H1 $(p-1)(F+I-W)$: only a third if all three take equally long. Every stage holds up to $p$ micro-batches; under 1F1B only the first stage does.
 # - *ZB-H2* also fills the beginning, with more forwards. It idles $(p-1)(F+I-2W)$ seconds, zero if all three take equally long, but holds up to $2p-1$ micro-batches.
 # - *ZB-V* idles zero seconds, too, with the memory of 1F1B. Each rank has two chunks, placed in a V: the first rank holds the first chunk *and the last*, so the first backward begins on the rank where the first forward began.
 #
-# `order_in_steps` writes three kinds of passes in steps: in every step a stage runs one pass of each kind, and `starts` gives the step at which each kind starts. The interleaved schedule is made in the same way.
+# `order_in_steps` builds a list in small steps: in every step a stage runs one pass of each kind, from the step that `starts` gives for this kind. The interleaved schedule is built likewise.
 
 # %%
 show.source(pipeline.schedule_zb_h1, pipeline.schedules.order_in_steps)
 
 # %% [markdown]
-# Autograd computes both products at once. This function replaces each `nn.Linear` of a stage; its backward returns $\partial x$ and defers $\partial W$. (LayerNorms and embeddings still compute both at once, because theirs are cheap.)
+# Autograd computes both products at once. This function replaces each `nn.Linear` of a stage; its backward returns $\partial x$ and defers $\partial W$. (LayerNorms and embeddings still compute both at once, because these gradients are cheap.)
 
 # %%
 show.source(deferred._Linear)
@@ -533,7 +533,7 @@ show.table(rows, [*head, "held", "messages sent by stage 1"])
 # :class: checked
 #
 # The paper measures each stage from *its own* first action to its own last. By that definition ZB-H2 has no bubble: stages start and end one after the other, and start the next step in the same order.
-# If all stages have to end together, they wait at the beginning and the end: column *if all end together*. Clipping by the global gradient norm forces this. (The paper runs the optimizer first and checks the norm afterwards, section 4.)
+# If all stages have to end together, they wait at the beginning and the end: column *if all end together*. Clipping by the global gradient norm forces all stages to wait. (The paper runs the optimizer first and checks the norm afterwards, section 4.)
 # `````
 #
 # Given the pass times that the paper measured on A100s (its Table 9), the simulator reproduces the paper's bubble rates (its Table 5), to the last printed digit.
@@ -582,7 +582,7 @@ for p, m, times, rates in PUBLISHED:
 # ## Deadlock: two neighbours both send first
 #
 # In the steady state of 1F1B, a stage wants to send activations to the next stage, while the next stage wants to send a gradient back.
-# The plain stage sends asynchronously. Suppose that each send waited until it is received, as `dist.send` may:
+# `Stage` above sends asynchronously. Suppose that each send waited until it is received, as `dist.send` may:
 
 # %%
 late = pipeline.schedule_gpipe(2, 2), pipeline.schedule_1f1b(2, 2)
@@ -599,7 +599,7 @@ for schedule in late:
 
 # %% [markdown]
 # Both stages send first, and neither receives. With nccl, asynchronous sends do not help.
-# Within one group, nccl runs the messages between two ranks in the order in which each rank posted them. Both ranks posted a send first, so each send waits for a receive that the other rank posted after its own send.
+# Within one group, nccl runs the messages between two ranks in the order in which each rank posted them. Both ranks posted a send first, so each send waits for a receive that the other rank posted later.
 # gloo does not have this limit: such code works on a laptop and hangs on a cluster.
 #
 # The *parity rule* avoids the deadlock: even stages send first and then receive, odd stages receive first. One of two neighbours is even, so every send meets a receive. Here each rank exchanges its rank number with both neighbours:
@@ -626,8 +626,8 @@ def swap_with_both():
 print(*ranks.run(swap_with_both, 4))
 
 # %% [markdown]
-# There are two more solutions. `dist.batch_isend_irecv` gives both messages to nccl at once, and nccl runs them together. Megatron does so in 1F1B, and `ranks.exchange` in a ring.
-# Or each direction gets its own group, so that neither waits for the other. The plain stage does so with `down` and `up`. `shardlab.pipeline` does, too, because it posts receives before it has anything to send in the other direction.
+# There are two more solutions. `dist.batch_isend_irecv` gives both messages to nccl at once, and nccl runs them together. Megatron uses this call in 1F1B, and `ranks.exchange` in a ring.
+# Or each direction gets its own group, so that neither direction waits for the other. `Stage` has the groups `down` and `up`. `shardlab.pipeline` has two groups, too, because it posts receives before it has anything to send in the other direction.
 #
 # ## The executor on real ranks
 #
@@ -642,7 +642,7 @@ print(*pipeline.make_schedule("1f1b", 4, 4).actions[1])
 #
 # ![A stage that alternates forward and backward, twice. Above, each receive is posted when its compute is due: the transfer runs while the stage waits. Below, each receive is posted one compute earlier: the transfer overlaps with that compute, and the stage never waits.](../figures/pipeline_messages.svg)
 #
-# nccl ignores tags, so it matches messages to receives by order alone. Receives between two stages therefore have the order of the sends.
+# nccl ignores tags, so it matches messages to receives by order alone. Receives between two stages must therefore have the order of the sends.
 
 # %%
 show.source(pipeline.add_messages)
@@ -654,7 +654,7 @@ show.source(pipeline.add_messages)
 show.source(core.Pipeline.step, core.Pipeline._begin_step, core.Pipeline._end_step)
 
 # %% [markdown]
-# `StagePasses` has the passes of the plain stage, with three additions: an output that has been sent is freed, since backward needs its node in autograd's graph and not its values;
+# `StagePasses` has the passes of `Stage`, with three additions: an output that has been sent is freed, since backward needs its node in autograd's graph and not its values;
 # a micro-batch's loss is weighted by its number of targets (not counting −100), so that the gradients are those of the mean over the batch even if $m$ does not divide it;
 # and a backward may defer the weights' gradients.
 
@@ -662,7 +662,7 @@ show.source(core.Pipeline.step, core.Pipeline._begin_step, core.Pipeline._end_st
 show.source(core.StagePasses)
 
 # %% [markdown]
-# `Mailbox` keeps messages in a dictionary by action, with a state: `POSTED`, then `RECEIVED`; or `MADE`, then `SENT`. It also frees sent activations when their gradient arrives, because then the activations have been received.
+# `Mailbox` keeps messages in a dictionary by action, with a state: `POSTED`, then `RECEIVED`; or `MADE`, then `SENT`. It also frees sent activations when their gradient arrives, because this gradient shows that the activations were received.
 
 # %%
 show.source(
@@ -684,7 +684,7 @@ show.source(
 )
 
 # %% [markdown]
-# The table compares this executor (core) with the plain stage in the same two schedules: bytes at the peak on stage 0, and the step time of sleeping stages over a link on which a message takes half as long as a forward.
+# The table compares this executor (core) with `Stage` (plain) under GPipe and 1F1B: bytes at the peak on stage 0, and the step time of sleeping stages over a link on which a message takes half as long as a forward.
 
 # %% tags=["hide-input", "measured"]
 # Table: the plain stage and the core on a slow link
@@ -722,9 +722,9 @@ for order, name in ((gpipe, "gpipe"), (one_f_one_b, "1f1b")):
     peak = ranks.run(measure_core_peak, 4, name, 8, device="cpu")[0]
     assert peak < first[order]
     seconds = [
-        # CPU: what sleeps needs no GPU
+        # CPU: sleeping stages need no GPU
         ranks.run(time_plain_step, 4, order, 8, (HOP, 1e9), device="cpu")[0],
-        # CPU: what sleeps needs no GPU
+        # CPU: sleeping stages need no GPU
         ranks.run(time_core_step, 4, name, 8, device="cpu")[0],
     ]
     times = [f"{1e3 * t:.0f}" for t in seconds]
@@ -824,7 +824,7 @@ for which, what in enumerate(("gradients", "weights")):
     )
 
 # %% [markdown]
-# They are equal because every product has the same operands and every sum the same order ([the tests](../tests/test_pipeline.py) cover 1 and 2 stages, too). In two cases the sums or products differ:
+# Gradients and weights are equal because every product has the same operands and every sum the same order ([the tests](../tests/test_pipeline.py) cover 1 and 2 stages, too). Two cases differ:
 #
 # - with *tied* weights, the first stage (embedding) and the last (head) each hold a copy. The two stages add its gradients once per step, $(a + b) + (c + d)$; one process adds $((a + b) + c) + d$;
 # - compared with one process that runs the whole batch *at once*: its matrix products have more rows, and may add in another order.
@@ -851,7 +851,7 @@ for case, tied, at_once in (
 show.table(rows, ["1F1B on 4 stages", "type", "gradients", "weights after five steps"])
 
 # %% [markdown]
-# In float64 both differences shrink by about nine digits, as the precision does, so they are rounding errors. With dropout, ranks draw other masks than one process would.
+# In float64, with about nine more digits, both differences shrink by about nine digits, so they are rounding errors. With dropout, ranks draw other masks than one process.
 #
 # ## What it costs
 #
@@ -881,9 +881,9 @@ def run_sleeping_steps(names, microbatches, wire=None):
 
 
 names = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
-# CPU: what sleeps needs no GPU
+# CPU: sleeping stages need no GPU
 near = ranks.run(run_sleeping_steps, 4, names, 8, device="cpu")[0]
-# CPU: what sleeps needs no GPU
+# CPU: sleeping stages need no GPU
 far = ranks.run(run_sleeping_steps, 4, names[:2], 8, (HOP, 1e9), device="cpu")[0]
 cases = [(0.0, timeline) for timeline in near.values()]
 cases += [(HOP, timeline) for timeline in far.values()]
@@ -905,7 +905,7 @@ show.table(
 )
 
 # %% [markdown]
-# With slow hops 1F1B takes longer than GPipe, which waits for a hop once while filling and once while draining. In 1F1B, a stage waits in every alternation for a message that its neighbour could not send earlier.
+# With slow hops 1F1B takes longer than GPipe, whose stages wait for hops only while filling and draining. In 1F1B, a stage waits in every alternation for a message that its neighbour could not send earlier.
 # So hops must be short compared with a forward, or stages must run more forwards in the warm-up.
 #
 # Here is the interleaved step, simulated and measured:
@@ -932,15 +932,14 @@ show.figure(
 
 # %%
 def predict_peak(name, stage, m, again):
-    """Bytes: what is kept, times those in flight; what backward of a layer needs."""
+    """Predict peak bytes: kept tensors of micro-batches in flight, and a backward."""
     recompute = "full" if again else "none"
     layout = Layout(pp=4, microbatches=4, recompute=recompute)
     one = memory.estimate_activations(WIDE, layout, precision="fp32", stage=stage)
     layers, ends = one.layer * one.layers, one.head + one.logits  # of a micro-batch
     schedule = pipeline.make_schedule(name, 4, m)
     in_flight = pipeline.count_peak_activations(schedule)[stage]
-    # Backward of a layer comes when that of head and loss is over. It makes a matrix's
-    # gradient.
+    # The backwards of head and loss end before a layer's, which adds a matrix gradient.
     backward = max(ends + one.loss, max(one.working.values()) + 4 * 4 * WIDE.hidden**2)
     messages = 2 * one.stream
     return in_flight * layers + (in_flight - 1) * ends + backward + messages
@@ -1047,7 +1046,7 @@ head = ["sent by stage 1 in a step", "m", "messages", "predicted (MB)", "counted
 show.table(rows, head, caption="Batch of 8 sequences of 64 tokens, h = 128")
 
 # %% [markdown]
-# So a pipeline sends less than data parallelism if a step has fewer than $P/h$ tokens: 2 million for Llama 3 8B.
+# So a pipeline sends less than data parallelism if a step has fewer than $P/h$ tokens (Llama 3 8B: 2 million).
 #
 # ### Balance
 #
@@ -1056,12 +1055,12 @@ show.table(rows, head, caption="Batch of 8 sequences of 64 tokens, h = 128")
 # %%
 sizes = memory.count_rank_parameters(PRESETS["llama-3-8b"])
 layer = (sizes["attention"] + sizes["ffn"]) / 32
-HEAD = sizes["head"] / layer  # as many parameters, so much time
+HEAD = sizes["head"] / layer  # time in proportion to parameters
 costs = [1.0] * 31 + [1.0 + HEAD]
 print("the head costs", round(HEAD, 2), "layers:", pipeline.balance_layers(costs, 4))
 
 # %% [markdown]
-# `balance_layers` finds the cut whose slowest stage is fastest; you write it in an exercise below. The table compares it with an even cut, on stages that sleep for these times:
+# `balance_layers` finds the cut whose slowest stage is fastest; you write this function in an exercise below. The table compares this cut with an even one, on stages that sleep for these times:
 
 # %% tags=["hide-input", "measured"]
 # Table: an even cut and a balanced one, simulated and measured
@@ -1092,7 +1091,7 @@ for what, layers in cuts.items():
     predicted = pipeline.simulate(
         pipeline.make_schedule("1f1b", 4, 8), stages, stages, stages
     )
-    # CPU: what sleeps needs no GPU
+    # CPU: sleeping stages need no GPU
     measured = ranks.run(time_uneven_step, 4, stages, device="cpu")[0]
     off = measured / predicted.step_time - 1
     show.check_timing(
@@ -1124,7 +1123,7 @@ show.table(rows, head)
 # `````{admonition} Checked: "with four times as many micro-batches as stages the bubble is negligible"
 # :class: checked
 #
-# GPipe's authors measured a negligible bubble {cite}`huang2019gpipe`, because a stage recomputed activations while it waited for the gradient. Without that, $m = 4p$ leaves a bubble of $(p-1)/(5p-1)$: 16 % for 4 stages, up to 20 % for many. For 5 % you need $m = 19\,(p-1)$.
+# GPipe's authors measured a negligible bubble {cite}`huang2019gpipe`, because a stage recomputed activations while it waited for the gradient. Without this overlap, $m = 4p$ leaves a bubble of $(p-1)/(5p-1)$: 16 % for 4 stages, up to 20 % for many. For 5 % you need $m = 19\,(p-1)$.
 # `````
 
 # %% tags=["hide-input"]
@@ -1149,17 +1148,17 @@ for p in (2, 4, 8, 16):
     )
 
 # %% [markdown]
-# **Stages.** Use as few as the model fits on: every further stage adds to the bubble.
+# **Stages.** Use as few stages as the model fits on: every further stage adds to the bubble.
 #
-# **Micro-batches.** Use many: $m = B/(d \cdot b)$ with $d$ copies of the pipeline and $b$ sequences in a micro-batch. Choose $b$ small, but large enough that matrix products keep a GPU busy.
-# Large jobs have little choice. A batch of 1,024 sequences over 64 copies leaves 16 sequences for each pipeline; with $b = 1$ and $p = 8$ the bubble is 7/23 = 30 %.
+# **Micro-batches.** Use many: $m = B/(d \cdot b)$ with $d$ replicas of the pipeline and $b$ sequences in a micro-batch. Choose $b$ small, but large enough that matrix products keep a GPU busy.
+# Large jobs have little choice. A batch of 1,024 sequences over 64 replicas leaves 16 sequences for each pipeline; with $b = 1$ and $p = 8$ the bubble is 7/23 = 30 %.
 #
 # **Schedule.** Start with 1F1B. If the bubble is too large and $m$ cannot grow, interleave, provided that hops are short compared with a chunk's forward; or split the backward.
 #
 # (pipeline-torch)=
 # ## Comparison with PyTorch's pipelining
 #
-# `torch.distributed.pipelining` wraps each stage's module in a `PipelineStage`, and has a class for each schedule. This cell gives it the same chunks.
+# `torch.distributed.pipelining` wraps each stage's module in a `PipelineStage`, and has a class for each schedule. This cell gives it our chunks.
 
 # %%
 TORCHS = {
@@ -1168,7 +1167,7 @@ TORCHS = {
     "interleaved": "Interleaved1F1B",
     "zb-v": "ZBVZeroBubble",
 }
-if torch.__version__ < "2.13":  # it sends to itself there, which gloo cannot
+if torch.__version__ < "2.13":  # older ones send to their own rank; gloo cannot
     del TORCHS["zb-v"]
 
 
@@ -1194,7 +1193,7 @@ def make_torch_pipeline(name, m, model, **options):
     return step, nn.ModuleList(parts[i] for i in numbers)
 
 # %% [markdown]
-# The table compares the step times of both, measured in turn, and the gradients of the last step.
+# The table compares both libraries' step times, measured alternately, and the gradients of the last step.
 
 # %% tags=["hide-input", "measured"]
 # Table: gradients and step times, ours and torch's
@@ -1246,7 +1245,7 @@ show.table(rows, head, caption="Two ranks, loopback, m = 4")
 
 # %% [markdown]
 # The gradients are bitwise equal, and the times are close. [The benchmark](../benchmarks/pipeline.py) measures the times with more care, on two and four ranks and on a slow link, where posting receives early matters.
-# The names differ:
+# The libraries' names differ:
 #
 # | here | PyTorch | Megatron |
 # |---|---|---|
@@ -1262,7 +1261,7 @@ show.table(rows, head, caption="Two ranks, loopback, m = 4")
 # `````{admonition} Checked: "wrap an nn.Sequential in torch.distributed.pipeline.sync.Pipe"
 # :class: checked
 #
-# Tutorials still recommend it. The module was deprecated in March 2024 ([pull request 121464](https://github.com/pytorch/pytorch/pull/121464)) and then removed ([127354](https://github.com/pytorch/pytorch/pull/127354)). Its successor is `torch.distributed.pipelining`, formerly a separate project, PiPPy.
+# Tutorials still recommend this module. It was deprecated in March 2024 ([pull request 121464](https://github.com/pytorch/pytorch/pull/121464)) and then removed ([127354](https://github.com/pytorch/pytorch/pull/127354)). Its successor is `torch.distributed.pipelining`, formerly a separate project, PiPPy.
 # The successor works differently: `Pipe` ran GPipe in *one* process over several GPUs, `pipelining` runs one process for each stage.
 # `````
 
@@ -1283,7 +1282,7 @@ assert gone and {"ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"} <= 
 # `````{admonition} Checked: "DeepSpeed's pipeline goes with any ZeRO stage"
 # :class: checked
 #
-# It works with stages 0 and 1 only. Stages 2 and 3 reduce-scatter gradients after every micro-batch, so a pipeline's $m$ micro-batches would need $m$ times the messages ([ZeRO](zero.md)). The next cell tries all three in DeepSpeed's own engine.
+# It works with stages 0 and 1 only. Stages 2 and 3 reduce-scatter gradients after every micro-batch, so a pipeline's $m$ micro-batches would need $m$ times the messages ([ZeRO](zero.md)). The next cell tries stages 0 to 2 in DeepSpeed's own engine.
 # `````
 
 # %% tags=["hide-input"]
@@ -1307,7 +1306,7 @@ with torch.no_grad():
     tokens, targets = text.get_batch(64, 4)
     alone = loss(build_model(device="cpu")(tokens), targets).item()
 for zero in (0, 1, 2):
-    # CPU: stages of a pipeline want a GPU each
+    # CPU: each stage would need its own GPU
     found = ranks.run(step_deepspeed, 2, zero, device="cpu")[0]
     trains = isinstance(found, float) and abs(found - alone) < 1e-5  # float32
     print(f"stage {zero}:", "trains, with the loss of one process" if trains else found)
@@ -1316,14 +1315,14 @@ for zero in (0, 1, 2):
 # %% [markdown]
 # ## Pipeline and data parallelism together
 #
-# A pipeline of $p$ stages on $N$ ranks leaves room for $d = N/p$ copies. Ranks that hold the same stage in different copies are *replicas*, and average their gradients.
+# A pipeline of $p$ stages on $N$ ranks leaves room for $d = N/p$ *replicas* of the pipeline. Ranks that hold the same stage in different replicas average their gradients.
 # They do so once, after the last micro-batch, because the gradient of a step is the sum over all micro-batches. `Pipeline` averages at the end of `step`, with one all-reduce for each parameter:
 
 # %%
 show.source(core.Pipeline._end_step, average_gradients)
 
 # %% [markdown]
-# Two copies of a two-stage pipeline, compared with one process:
+# Two replicas of a two-stage pipeline, compared with one process:
 
 # %% tags=["hide-input"]
 # Compares two copies of two stages with one process
@@ -1375,7 +1374,7 @@ for m in (2, 8):
 # ### Two stages, two schedules
 #
 # One node starts with an old configuration. Stage 0 runs the naive loop and waits for gradient 0 before its second forward; stage 1 runs GPipe and waits for both activations before it sends a gradient.
-# Each list alone is correct. `validate` follows both as the ranks would:
+# Each list alone is correct. `validate` simulates both together:
 
 # %%
 mixed = pipeline.parse_schedule("F0 B0 F1 B1", "F0 F1 B0 B1")
@@ -1400,7 +1399,7 @@ def run_unchecked(schedule):
 
 
 try:
-    # CPU: gloo, whose ranks can be asked
+    # CPU: gloo, whose ranks can say where they wait
     ranks.run(run_unchecked, 2, mixed, timeout=5, device="cpu", own_processes=True)
 except ranks.RankError as error:
     print(error)
@@ -1428,7 +1427,7 @@ print("stage 1:", *swapped.actions[1])
 # Runs both schedules unchecked, and validates the wrong one
 
 for schedule in (right, swapped):
-    # CPU: gloo, as the run that hung
+    # CPU: gloo, like the run that hung
     print(f"loss: {ranks.run(run_unchecked, 2, schedule, device='cpu')[1]:.4f}")
 try:
     pipeline.validate(swapped)
@@ -1461,7 +1460,7 @@ def run_failing_stage():
 
 
 try:
-    # CPU: gloo, whose ranks can be asked
+    # CPU: gloo, whose ranks can say where they wait
     ranks.run(run_failing_stage, 4, device="cpu")
 except ranks.RankError as error:
     print(error)
@@ -1496,7 +1495,7 @@ def compare_norms(m):
     return found
 
 
-# CPU: stages of a pipeline want a GPU each
+# CPU: each stage would need its own GPU
 found = ranks.run(compare_norms, 2, 4, device="cpu")[0]
 assert [round(ratio, 4) for ratio in found.values()] == [1, 4, 0.25]
 for name, ratio in found.items():
@@ -1512,14 +1511,14 @@ for name, ratio in found.items():
 # | Sends little: 0.5 MB from a stage in the step above, where data parallelism sends 9.9 MB | Has a bubble: 27 % with 4 stages and 8 micro-batches, 16 % interleaved, 11 to 0 % with a split backward |
 # | Divides weights, gradients and optimizer states by $p$ | Does not divide activations: stage 0 keeps $p$ micro-batches of $1/p$ of the layers |
 # | Gradients are bitwise equal to one process's | Needs stages of equal time: Llama's head costs 2.4 layers, so with four stages an even cut makes a step 12 % longer than necessary |
-# | Works with any layer, unchanged; ZB-V has no bubble at 1F1B's memory | A split backward changes every linear layer, and two chunks double the messages |
+# | Works with any layer, unchanged; ZB-V has no bubble, with 1F1B's memory | A split backward changes every linear layer, and two chunks double the messages |
 #
 # In a real job, three signs show a correct setup. The first loss and gradient norm equal those of one process. With 1F1B, memory falls from the first stage to the last. Twice as many micro-batches of the same size take less than twice as long, because the bubble does not grow.
 #
 # ```{admonition} On more GPUs
 # :class: note
 #
-# Stages that share a processor cannot compute at the same time, so where this page measures time, its stages sleep, or share the processor's cores.
+# Stages that share a processor cannot compute at the same time, so where this page measures time, its stages sleep or share the cores.
 # On two GPUs, two stages would really compute at once: the page would compare measured and predicted bubbles for real passes,
 # and messages would travel from GPU to GPU while both compute.
 # ```
@@ -1655,7 +1654,7 @@ check(my_interleaved)
 # ```
 #
 # `costs` is the time of each layer, in order; the last one includes the head.
-# Cut the layers into `parts` groups of consecutive layers, none empty, so that the slowest group is as fast as possible. Return how many layers each group gets.
+# Split the layers into `parts` groups of consecutive layers, none empty, so that the slowest group is as fast as possible. Return how many layers each group gets.
 
 # %%
 def my_balance(costs, parts):
@@ -1723,7 +1722,7 @@ check(my_1f1b)
 # ```
 #
 # In the steady state, two neighbours exchange an output and a gradient. `swap` sends one and receives the other; even stages send first.
-# A stage's gradient for the previous stage and its next input are such a pair, too, so `swap` exchanges them before the next forward.
+# A stage's gradient for the previous stage and its own next input are such a pair, too, so `swap` exchanges them before the next forward.
 
 # %%
 def my_1f1b(part, x_BH, y_BH, m, stage, stages, send, receive):
@@ -1778,7 +1777,7 @@ check(my_1f1b)
 # ```
 #
 # `orders` has a list for each stage, such as `[["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]]`.
-# A forward waits for the same micro-batch's forward on the previous stage. A backward waits for its backward on the next stage; on the last stage, for its own forward.
+# A forward waits for the same micro-batch's forward on the previous stage. A backward waits for the same micro-batch's backward on the next stage; on the last stage, for the micro-batch's forward.
 # Return `{stage: action}`: the stages that wait for ever, and the action at which each waits; `{}` if all finish.
 
 # %%
@@ -1871,11 +1870,11 @@ check(my_microbatches)
 #
 # ## Summary
 #
-# - If a model is only cut by layers, one of $p$ GPUs works at a time; with $m$ micro-batches, GPipe and 1F1B have a bubble of $\frac{p-1}{m+p-1}$.
+# - If a model is only split into stages, one of $p$ GPUs works at a time; with $m$ micro-batches, GPipe and 1F1B have a bubble of $\frac{p-1}{m+p-1}$.
 # - 1F1B has GPipe's bubble and holds $p - s$ micro-batches on stage $s$ instead of $m$; so use 1F1B with a larger $m$.
 # - Interleaving divides the time to fill the pipeline by $v$ and multiplies messages by $v$; a split backward fills the remaining gaps.
 # - A schedule is a list for each stage: validate and simulate the list before you run it.
-# - If two neighbours both send, avoid a deadlock by parity, one batch of both messages, or a group for each direction.
+# - If two neighbours both send, avoid a deadlock by the parity rule, one batch of both messages, or a group for each direction.
 # - The gradients equal one process's bit for bit; each micro-batch's loss is weighted by its fraction of the batch.
 # - The slowest stage determines the step time: count the head as layers. A pipeline sends less than data parallelism if a step has fewer than $P/h$ tokens.
 #

@@ -18,8 +18,8 @@
 #
 # After this lesson you can
 #
-# - name the activations that tensor parallelism leaves whole on every rank, and divide them too, without sending more bytes;
-# - write the two operators that do it, forward and backward;
+# - name the activations that tensor parallelism leaves whole on every rank, and shard them too, without sending more bytes;
+# - write the two operators for this, forward and backward;
 # - predict the activations that a layer keeps and the bytes that a step sends, and choose between keeping a gathered tensor and gathering it again;
 # - find out whether the gradients of the LayerNorms were summed over the ranks.
 #
@@ -73,8 +73,8 @@ def max_difference(a, b):
 
 # %% [markdown]
 # Llama 3 8B keeps 48.5 GB of activations between forward and backward of one sequence of 8192 tokens.
-# Eight ranks should leave an eighth on each, 6.1 GB.
-# Tensor parallelism leaves 13.8 GB, more than twice that.
+# On eight ranks, each should keep an eighth, 6.1 GB.
+# With tensor parallelism, each keeps 13.8 GB, more than twice as much.
 
 # %% tags=["hide-input"]
 # Table: activations of Llama 3 8B on each rank
@@ -92,11 +92,11 @@ show.table(rows, head, caption="Llama 3 8B, one sequence of 8192 tokens, bfloat1
 
 
 # %% [markdown]
-# The last row, sequence parallelism, sends no more bytes.
+# The last row, sequence parallelism, sends no more bytes than the second.
 #
 # ## What tensor parallelism leaves whole
 #
-# Four ranks train a small GPT with tensor parallelism. `measure_kept` counts what forward leaves in memory for backward, on each of them.
+# Four ranks train a small GPT with tensor parallelism. `measure_kept` counts the bytes that forward leaves in memory for backward on each rank.
 
 # %%
 def measure_kept(edges, layers=SHAPE.layers):
@@ -121,7 +121,7 @@ TENSOR = {
 # :row: 4
 # :column: of one rank's (%)
 #
-# What part of one rank's activations, in %, does each of four ranks keep?
+# What percentage of one rank's activations does each of four ranks keep?
 # ```
 
 # %% tags=["hide-input"]
@@ -140,42 +140,46 @@ show.table(
 # `````{admonition} Checked: "tensor parallelism over t ranks divides activations by t"
 # :class: checked
 #
-# On four ranks each keeps 44 %, not 25 % (last row above).
-# Tensor parallelism divides what is computed *between* a matrix cut by columns and the next one, cut by rows: heads, and the wide part of the feed-forward network.
-# LayerNorms, dropout and the inputs of the cut matrices are whole: every rank holds the same $s \cdot h$ numbers of each sequence.
+# Each of four ranks keeps 44 %, not 25 % (last row above).
+# Tensor parallelism shards activations inside a *region*, from a matrix sharded by columns to the next one, sharded by rows: heads, and the wide part of the feed-forward network.
+# LayerNorms, dropout and the inputs of the sharded matrices are whole: every rank holds the same $s \cdot h$ numbers of each sequence.
 # `````
 #
-# A sequence has $s$ tokens, a micro-batch $b$ sequences. The hidden size is $h$, with $a$ heads, and $t$ ranks share each matrix.
-# Then a layer of GPT-3's kind in 16 bits keeps {cite}`korthikanti2022recomputation`
+# A sequence has $s$ tokens, a micro-batch $b$ sequences.
+# The hidden size is $h$, with $a$ heads, and $t$ ranks share each matrix.
+# Then a layer like GPT-3's keeps, in 16 bits, {cite}`korthikanti2022recomputation`
 #
 # $$
 # \begin{aligned}
 # sbh\Big(10 + \frac{24}{t} + \frac{5as}{ht}\Big) \quad & \text{bytes with tensor parallelism,} \\
-# \frac{sbh}{t}\Big(34 + \frac{5as}{h}\Big) \quad & \text{with the sequence cut as well.}
+# \frac{sbh}{t}\Big(34 + \frac{5as}{h}\Big) \quad & \text{with the sequence sharded as well.}
 # \end{aligned}
 # $$
 #
-# The 10 are bytes for each of the $sbh$ numbers: inputs of two LayerNorms (4), inputs of the cut matrices (4), and two dropout masks (2).
-# The term $5as/h$ is attention's scores. Each rank has those of $a/t$ heads, with the sequence cut or not; fused kernels never keep them.
-# However many ranks you add, the 10 stays.
+# The 10 are bytes for each of the $sbh$ numbers: inputs of two LayerNorms (4), inputs of the sharded matrices (4), and two dropout masks (2).
+# The 10 stays, however many ranks you add.
+# The term $5as/h$ is for the attention scores.
+# Each rank has the scores of $a/t$ heads in both cases; fused kernels never keep scores.
 #
 # ## All-gather and reduce-scatter around the cut layers
 #
-# A LayerNorm works on one token at a time, as do dropout and the additions of shortcut and bias.
-# So outside the cut matrices, cut the *sequence*: a rank keeps $s/t$ tokens, with all $h$ numbers of each. Inside, as before, it has all tokens, with $1/t$ of the heads or columns.
+# LayerNorm, dropout and the additions of shortcut and bias work on each token alone.
+# So outside the regions, shard the *sequence*: a rank keeps $s/t$ tokens, with all $h$ numbers of each.
+# Inside, as before, it has all tokens, with $1/t$ of the heads or columns.
 #
-# ![A block on four ranks, twice. Above, tensor parallelism: norms, dropouts and the stream are whole on every rank, attention and the feed-forward network are cut by heads and columns, and an all-reduce is where a cut part ends, in backward where it begins. Below, with sequence parallelism: outside the cut parts each rank has a quarter of the tokens; an all-gather is where a cut part begins, a reduce-scatter where it ends, and backward the other way round.](../figures/sequence_parallel_block.svg)
+# ![A block on four ranks, twice. Above, tensor parallelism: norms, dropouts and the stream are whole on every rank, attention and the feed-forward network are sharded by heads and columns, and an all-reduce is where a region ends, in backward where it begins. Below, with sequence parallelism: outside the regions each rank has a quarter of the tokens; an all-gather is where a region begins, a reduce-scatter where it ends, and backward the other way round.](../figures/sequence_parallel_block.svg)
 #
-# Before a cut part, an **all-gather** collects all tokens.
-# After the part, each rank has a partial sum for every token, and needs the whole sum for its own tokens only: a **reduce-scatter**.
+# Before a region, an **all-gather** collects all tokens.
+# After the region, each rank has a partial sum for every token, but needs the sum for its own tokens only: a **reduce-scatter**.
 # The backward of an all-gather is a reduce-scatter, and the other way round.
 #
 # An all-reduce *is* a reduce-scatter and an all-gather ([Collectives](collectives.md)).
-# Sequence parallelism splits it: dropout and LayerNorm run between the two, where a rank has $s/t$ tokens.
+# Sequence parallelism separates the two: dropout and LayerNorm run between them, on a rank's $s/t$ tokens.
 #
 # ## The plain version: two operators
 #
-# An *edge* is a place where a cut part begins or ends. Autograd does not see collectives, so the operator at each edge has to define its backward.
+# An *edge* is a place where a region begins or ends.
+# Autograd does not see collectives, so the operator at each edge has to define its backward.
 # In the names, `B` is the batch, `S` all tokens, `s` this rank's tokens, and `H` the hidden size:
 
 # %%
@@ -215,10 +219,10 @@ class Leave(torch.autograd.Function):
 
 
 # %% [markdown]
-# The gather's backward *adds*, because every rank used each gathered token with its own columns, and so has a partial sum of the token's gradient.
+# The gather's backward *adds*, because every rank multiplied each gathered token by its own columns, and so has a partial sum of the token's gradient.
 #
 # The next cell computes half a transformer block: LayerNorm, feed-forward network, shortcut.
-# `up_HF` holds this rank's columns, `down_FH` its rows, as in tensor parallelism; `F` is the width of the feed-forward network. LayerNorm and shortcut are computed for this rank's tokens.
+# `up_HF` holds this rank's columns, `down_FH` its rows, as in tensor parallelism; `F` is the width of the feed-forward network. LayerNorm and shortcut are computed for this rank's tokens only.
 
 # %%
 def half_block(x_BsH, norm, up_HF, down_FH):
@@ -277,10 +281,10 @@ show.table(rows, head, caption="Largest differences from one process, float64")
 # The plain version has three shortcomings.
 #
 # 1. It waits at every collective, without overlap.
-# 2. It keeps the gathered tokens `x_BSH`, an undivided tensor, until backward, where the gradient of `up_HF` needs them.
+# 2. It keeps the gathered tokens `x_BSH`, a whole tensor, until backward, where the gradient of `up_HF` needs them.
 # 3. gloo, the backend for CPU ranks, computes `reduce_scatter` as an all-reduce, and each rank discards most of the result.
 #
-# The next cell measures the third on the loopback interface, compared with the reduce-scatter of `shardlab.ranks`.
+# The next cell measures the third shortcoming on the loopback interface, compared with the reduce-scatter of `shardlab.ranks`.
 
 # %%
 def count_sent(repeats=8):
@@ -318,15 +322,19 @@ show.table(rows, ["way", "needed (MB)", "sent by a rank (MB)", "times as much"])
 # %% [markdown]
 # ## The implementation: overlap and a second gather
 #
-# `tensor_parallel.parallelize` has an argument `edges`: the pair of operators where a cut part begins and ends.
-# For tensor parallelism alone the pair is "identity, all-reduce". The pair for sequence parallelism looks like the plain one:
+# `tensor_parallel.parallelize` has an argument `edges`: the pair of operators where a region begins and ends.
+# For tensor parallelism alone the pair is "identity, all-reduce".
+# The pair for sequence parallelism looks like the plain version:
 
 # %%
 show.source(sp.core._GatherSequence, sp.core._ReduceScatterSequence)
 
 # %% [markdown]
-# But it calls `_start_all_gather` and `_start_reduce_scatter`, which *start* a collective and return a function that waits for it. So `tensor_parallel` can multiply in backward while a message is under way.
-# The reduce-scatter sends only the necessary bytes. With nccl it is nccl's own. With gloo, part $j$ goes directly to rank $j$, which adds up the parts in rank order.
+# But it calls `_start_all_gather` and `_start_reduce_scatter`, which *start* a collective and return a function that waits for it.
+# So `tensor_parallel` can multiply in backward while a collective runs.
+# The reduce-scatter sends only the necessary bytes.
+# With NCCL it is NCCL's own.
+# With gloo, part $j$ goes directly to rank $j$, which adds up the parts in rank order.
 
 # %%
 show.source(
@@ -334,14 +342,14 @@ show.source(
 )
 
 # %% [markdown]
-# The object that you hand to `parallelize` has four methods: `enter_region` and `leave_region` are the operators above; `start_enter` and `start_enter_backward` start the two collectives of `enter_region`.
+# The object that you pass to `parallelize` has four methods: `enter_region` and `leave_region` are the operators above; `start_enter` and `start_enter_backward` start the two collectives of `enter_region`.
 # `keep_entered=False` avoids the second shortcoming: the layers after `enter_region` keep only this rank's tokens, and gather again in backward.
 
 # %%
 show.source(sp.SequenceShardedEdges)
 
 # %% [markdown]
-# The LayerNorms' gradients still have to be summed. So do those of two biases that are added *after* the reduce-scatter, to this rank's tokens only: `attention.out` and `ffn.down`.
+# The LayerNorms' gradients still have to be summed, as do those of two biases that are added *after* the reduce-scatter, to this rank's tokens only: `attention.out` and `ffn.down`.
 # One small all-reduce sums all these gradients.
 
 # %%
@@ -349,7 +357,8 @@ show.source(sp.find_partial_gradients, sp.sum_gradients)
 
 
 # %% [markdown]
-# The model does not change. This is a training step:
+# The model does not change.
+# This is a training step:
 
 # %%
 def train_step(model, optimizer, tokens, targets, summed=True):
@@ -370,7 +379,8 @@ def make_adamw(model, lr=1e-3):
 # %% [markdown]
 # ## Comparison with one process over five steps
 #
-# The next cell compares one process with the cut model on 1, 2 and 4 ranks: loss, all gradients, and all weights after five steps of AdamW. It computes in float64, so that rounding hides no error.
+# The next cell compares one process with the sharded model on 1, 2 and 4 ranks: loss, all gradients, and all weights after five steps of AdamW.
+# It computes in float64, so that rounding hides no error.
 
 # %% tags=["hide-input"]
 # Compares loss, gradients and weights with one process
@@ -423,14 +433,15 @@ show.table(rows, head, caption="Largest differences from one process, float64")
 
 # %% [markdown]
 # The differences are rounding: sums over ranks have a different order than in one process.
-# [The tests](../tests/test_contract.py) do the same with SwiGLU, grouped keys and values, and untied heads.
+# [The tests](../tests/test_contract.py) do the same with SwiGLU, grouped keys and values, and untied output heads.
 #
 # ## What it costs
 #
 # ### Activations of a layer
 #
-# The next cell measures a model of four layers and one of two with `measure_kept`. Half of the difference is one layer.
-# *By formula* is the paper's formula, changed for our layer: without dropout it keeps 2 less, and a CPU's attention keeps its output in two orders, 2 more inside the cut part.
+# The next cell measures a model of four layers and one of two with `measure_kept`.
+# Half of the difference is one layer.
+# *By formula* is the paper's formula, changed for our layer: without dropout it keeps 2 less, and attention on a CPU keeps its output in two memory layouts, 2 more inside the region.
 # *Predicted* is `memory.estimate_activations`, which also counts small tensors, such as the means and deviations of LayerNorms.
 
 # %%
@@ -476,10 +487,10 @@ show.table(
 
 
 # %% [markdown]
-# With the sequence cut, each of two ranks keeps half of one process's 34, and each of four a quarter. *Kept whole* is the plain version: it keeps the gathered tokens, two tensors of $2sbh$ bytes in each layer, for any number of ranks.
+# With the sequence sharded, each of two ranks keeps half of one process's 34, and each of four a quarter. *Kept whole* is the plain version: it keeps the gathered tokens, two tensors of $2sbh$ bytes in each layer, for any number of ranks.
 # The picture shows the paper's layer, with dropout, on more ranks:
 #
-# ![Bytes of activations that one layer keeps, without scores, in units of sbh, for tensor degrees 1, 2, 4 and 8. Tensor parallelism alone: 34, 22, 16 and 13; of these 10 lie outside the cut matrices and stay. With sequence parallelism, which divides them as well: 34, 17, 8.5 and 4.25.](../figures/sequence_parallel_memory.svg)
+# ![Bytes of activations that one layer keeps, without scores, in units of sbh, for tensor degrees 1, 2, 4 and 8. Tensor parallelism alone: 34, 22, 16 and 13; of these 10 lie outside the sharded matrices and stay. With sequence parallelism, which divides them as well: 34, 17, 8.5 and 4.25.](../figures/sequence_parallel_memory.svg)
 #
 # (sequence-bytes)=
 # ### Bytes sent in a step
@@ -489,10 +500,10 @@ show.table(
 #
 # An all-reduce of $S$ bytes sends $2\frac{t-1}{t}S$ from each rank, an all-gather and a reduce-scatter $\frac{t-1}{t}S$ each.
 # Four all-reduces per block become four all-gathers and four reduce-scatters: the same bytes, rows 1 and 3 of the table below.
-# Only if you gather again in backward instead of keeping the tokens (row 2), two more collectives per block send a quarter more bytes.
+# If you gather again in backward instead of keeping the tokens (row 2), two more collectives per block send a quarter more bytes.
 # `````
 #
-# The next cell counts what a rank sends at the edges in one step, by collective.
+# The next cell counts the bytes that a rank sends at the edges in one step, by collective.
 
 # %%
 def count_sent_bytes(edges):
@@ -538,25 +549,35 @@ show.table(rows, [*head, "counted (B)"], caption="A rank of four, one step")
 
 
 # %% [markdown]
-# Megatron gathers again. These bytes need not cost time, because the gather overlaps with the computation of the input's gradient.
-# In addition, the LayerNorms' gradients are summed: a few vectors of $h$ numbers per layer, for any number of tokens.
+# Megatron gathers again.
+# These bytes need not cost time, because the gather overlaps with the computation of the input's gradient.
+# Also, an all-reduce sums the LayerNorms' gradients: a few vectors of $h$ numbers per layer, for any number of tokens.
 #
 # ## Questions and answers: ZeRO, pipelines, dropout, names
 #
 # **Why gather tokens at all?**
-# A rank has some columns of a matrix, and every token has to be multiplied with every column. So you gather either the tokens, as here, or the *weights*, as stage 3 of [ZeRO](zero.md) does. ZeRO sends less if a batch has so many tokens that their activations are larger than the matrices.
+# A rank has some columns of a matrix, and every token has to be multiplied with every column.
+# So you gather either the tokens, as here, or the *weights*, as stage 3 of [ZeRO](zero.md) does.
+# ZeRO sends less if a batch has so many tokens that their activations are larger than the matrices.
 #
 # **What happens at both ends of the model?**
-# The embedding is cut by the vocabulary, so each rank has a partial sum for every token, and a reduce-scatter follows.
-# An all-gather precedes the output layer. A rank computes the logits of all tokens for a part of the vocabulary. The loss is computed as in [Tensor parallelism](tensor_parallel.md): it is equal on every rank, and is not averaged.
-# So with $L$ layers a step has $2L + 1$ all-gathers forward and as many reduce-scatters, and the same backward: 9 of each for four layers.
+# The embedding is sharded by the vocabulary, so each rank has a partial sum for every token, and a reduce-scatter follows.
+# An all-gather precedes the output layer.
+# A rank computes the logits of all tokens for its shard of the vocabulary.
+# The loss is computed as in [Tensor parallelism](tensor_parallel.md): it is equal on every rank, and is not averaged.
+# So with $L$ layers a step has $2L + 1$ all-gathers forward and as many reduce-scatters, and the same number backward: 9 of each for four layers.
 #
 # **What changes with a pipeline?**
-# Stages send the residual stream, which is now cut. Each rank sends its own tokens to the corresponding rank of the next stage: $1/t$ of the bytes, without a gather.
+# Stages send the residual stream, which is now sharded.
+# Each rank sends its own tokens to the corresponding rank of the next stage: $1/t$ of the bytes, without a gather.
 #
 # **Does dropout use the same mask on every rank?**
-# It must not. Ranks have different tokens outside the cut parts, and different heads inside, so they need different masks. With one seed for all, they drop the same positions of different tokens: no error is raised, but the masks are not independent.
-# Megatron keeps a second random generator state for this. [Our dropout](../code/shardlab/tensor_parallel/dropout.py) seeds the generator by rank for the layer, and restores it. So compare with one process at dropout 0.
+# It must not.
+# Ranks have different tokens outside the regions, and different heads inside, so they need different masks.
+# With one seed for all, they drop the same positions of different tokens: no error is raised, but the masks are not independent.
+# Megatron keeps a second random generator state for this.
+# [Our dropout](../code/shardlab/tensor_parallel/dropout.py) seeds the generator by rank during the layer, then restores it.
+# So compare with one process at dropout 0.
 #
 # **Which sequence parallelism is meant?**
 # Three methods have this name. Megatron's option `--sequence-parallel` and PyTorch's `SequenceParallel` are the method of this lesson.
@@ -564,7 +585,8 @@ show.table(rows, [*head, "counted (B)"], caption="A rank of four, one step")
 #
 # ## PyTorch's own: DTensor
 #
-# With `DTensor`, sequence parallelism is a plan. LayerNorms are `SequenceParallel`, the input of a cut part goes from `Shard(1)` (cut by tokens) to `Replicate()`, and its output is `Shard(1)` again.
+# With `DTensor`, sequence parallelism is a plan for `parallelize_module`.
+# LayerNorms are `SequenceParallel`, the input of a region goes from `Shard(1)` (sharded by tokens) to `Replicate()`, and the region's output is `Shard(1)` again.
 
 # %%
 def parallelize_by_torch(model):
@@ -594,7 +616,8 @@ def parallelize_by_torch(model):
 
 
 # %% [markdown]
-# The same model takes one step with that plan, and with ours in both ways. The table counts collectives in each phase, and the bytes that forward keeps.
+# The same model takes one step with this plan, and with our edges, with and without `keep_entered`.
+# The table counts collectives in each phase, and the bytes that forward keeps.
 
 # %% tags=["hide-input"]
 # Counts collectives of a step of torch's and of ours, phase by phase
@@ -664,17 +687,21 @@ show.table(rows, head, caption=f"A step on 4 ranks, {SHAPE.layers} layers")
 
 
 # %% [markdown]
-# The edges have the same 18 collectives forward and 18 backward. The others are for the loss, the LayerNorms' gradients, and the second gather. PyTorch differs in two ways (torch 2.13).
+# The edges have the same 18 collectives forward and 18 backward.
+# The others are for the loss, the LayerNorms' gradients, and the second gather.
+# PyTorch differs in two ways (torch 2.13).
 # It keeps the gathered tokens.
 # And it has no `sum_gradients`: the gradient of a LayerNorm's weight is a `DTensor` with the placement `Partial`, a partial sum. Every operation that reads this gradient repeats the all-reduce.
-# AdamW reads a gradient three times: 54 all-reduces for 18 small parameters, in every step, unless you call `gradient.redistribute(placements=[Replicate()])` on them after backward.
+# AdamW reads a gradient three times: 54 all-reduces for 18 small parameters, in every step, unless you call `gradient.redistribute(placements=[Replicate()])` on these gradients after backward.
 #
 # ## What goes wrong
 #
 # ### Gradients of norms that nobody sums
 #
-# `sum_gradients` is one line after `backward`, and easy to forget. No error is raised.
-# Each rank then updates its LayerNorms with the gradient of its own tokens alone, and their weights drift apart. `apart` is the largest difference between ranks of the last LayerNorm's weight, after ten steps.
+# `sum_gradients` is one line after `backward`, and easy to forget.
+# No error is raised.
+# Each rank then updates its LayerNorms with the gradient of its own tokens alone, and the ranks' weights drift apart.
+# `apart` is the largest difference of the last LayerNorm's weight between ranks, after ten steps.
 
 # %%
 def train_with_norms(summed, steps=10):
@@ -705,14 +732,16 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# The first loss is right and the curve looks right. But weights that should be equal on all ranks are not, and `tensor_parallel.full_state_dict` saves those of one rank.
+# The first loss is right, and the loss curve looks right.
+# But weights that should be equal on all ranks are not, and `tensor_parallel.full_state_dict` saves those of one rank.
 # So if a resumed run has another loss than before the checkpoint, first check for this mistake.
-# Compare such parameters over the ranks regularly, as this cell does with two small all-reduces: they should be bitwise equal.
+# Compare LayerNorms over the ranks regularly, as this cell does with two small all-reduces: they should be bitwise equal.
 # [Tensor types](tensor_types.md#through-backward-and-the-step) shows a checker that names the faulty line before the first step is run.
 #
 # ### Tokens that the ranks cannot share
 #
-# All ranks need equally many tokens, so $s$ has to be a multiple of $t$. Any other length is refused before anything is sent:
+# All ranks need equally many tokens, so $s$ has to be a multiple of $t$.
+# Other lengths raise an error before anything is sent:
 
 # %%
 def find_refusal():
@@ -734,18 +763,21 @@ print(ranks.run(find_refusal, 4)[0])
 # |---|---|
 # | **for** | with tensor parallelism, always: on 4 ranks a layer keeps 8.8 instead of 14.9 $sbh$ bytes, and sends the same bytes, or a quarter more |
 # | **for** | LayerNorms and dropout are computed once, not $t$ times: each rank works on its own tokens |
-# | **against** | it needs what tensor parallelism needs: a fast wire, and no more ranks than heads |
+# | **against** | it needs what tensor parallelism needs: a fast link, and no more ranks than heads |
 # | **against** | LayerNorms' gradients need a sum that is easy to forget |
 #
 # Sequence parallelism divides only activations: weights and optimizer states are as with tensor parallelism alone.
-# And it reaches as far as tensor parallelism does, over the GPUs that fast wires connect: eight in most machines. For a longer context, [Context parallelism](context_parallel.md) cuts the tokens inside attention as well. The two multiply: with $t = 8$ in a machine and context parallelism over 16 machines, a rank has $s/128$ tokens outside the cut matrices.
+# It uses the same ranks as tensor parallelism, GPUs that fast links connect: eight in most machines.
+# For a longer context, [Context parallelism](context_parallel.md) shards the tokens inside attention as well.
+# Their degrees multiply: with $t = 8$ in a machine and context parallelism over 16 machines, a rank has $s/128$ tokens outside the sharded matrices.
 #
 # In a real job, three signs show a correct setup: the first loss and gradient norm equal those of one process on the same tokens; activations fall with $1/t$; LayerNorms are bitwise equal on all ranks.
 #
 # ```{admonition} On more GPUs
 # :class: note
 #
-# This page checks results and bytes. How much of the gather in backward overlaps with the matrix products depends on NVLink and on the block's size, and can be measured only on GPUs.
+# This page checks results and bytes.
+# How much of the gather in backward overlaps with the matrix products depends on NVLink and on the block's size, and can be measured only on GPUs.
 # ```
 #
 # ## Exercises
@@ -756,7 +788,8 @@ print(ranks.run(find_refusal, 4)[0])
 # :label: ex-sequence-bytes
 # ```
 #
-# A layer of GPT-3 has $h = 12{,}288$ and $a = 96$, and sees one sequence of 2048 tokens in 16 bits. It is cut over 8 ranks with tensor and sequence parallelism; its fused attention keeps no scores.
+# A layer of GPT-3 has $h = 12{,}288$ and $a = 96$, and sees one sequence of 2048 tokens in 16 bits.
+# The layer is sharded over 8 ranks with tensor and sequence parallelism; its fused attention keeps no scores.
 # How many bytes of activations does each rank keep for this layer, by the formula above?
 
 # %%
@@ -783,13 +816,14 @@ check(answer, "sequence_bytes")
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} Whose gradients are summands? (medium)
+# ```{exercise-start} Whose gradients are partial sums? (medium)
 # :label: ex-sequence-summands
 # ```
 #
 # `names` are the names of a GPT's parameters, such as `"blocks.0.attention.query.weight"`, with biases or without.
 # Return those whose gradients have to be summed over the ranks after backward.
-# (`query`, `key`, `value`, `up` and `gate` are cut by columns, `out` and `down` by rows, embedding and head by the vocabulary. Print the names of `plain()` to see all.)
+# (`query`, `key`, `value`, `up` and `gate` are sharded by columns, `out` and `down` by rows, embedding and head by the vocabulary.
+# Print the parameter names of `build_model()` to see all.)
 
 # %%
 def my_summands(names):
@@ -808,7 +842,8 @@ check(my_summands)
 # :class: dropdown
 # ```
 #
-# They are the LayerNorms' parameters, and the biases that are added after the reduce-scatter. A column-parallel layer's bias is cut with its columns, and is added to all tokens.
+# They are the LayerNorms' parameters, and the biases that are added after the reduce-scatter.
+# A column-parallel layer's bias is sharded like its columns, and is added to all tokens.
 
 # %%
 def my_summands(names):
@@ -823,11 +858,12 @@ check(my_summands)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} A column layer that keeps its share (hard)
+# ```{exercise-start} A column-parallel layer that keeps its own tokens (hard)
 # :label: ex-sequence-column
 # ```
 #
-# The plain version keeps the gathered tokens. Write gather and column product as one operator that does not keep them: `x_BsH` are this rank's tokens, `w_HF` its columns; return [B, S, F], all tokens times these columns.
+# The plain version keeps the gathered tokens.
+# Write gather and column product as one operator that does not keep them: `x_BsH` are this rank's tokens, `w_HF` its columns; return [B, S, F], all tokens times these columns.
 # Both inputs get their gradients, and no tensor of shape [B, S, H] is kept between forward and backward.
 # (Use `torch.autograd.Function` and plain collectives; they may send more bytes than necessary.)
 
@@ -848,7 +884,8 @@ check(my_column)
 # :class: dropdown
 # ```
 #
-# Save this rank's tokens, and gather again. The gather could be under way while `dx_BSH` is computed, and the sum while `dw_HF` is.
+# Save this rank's tokens, and gather again in backward.
+# The gather could overlap with the product for `dx_BSH`, the sum with that for `dw_HF`.
 
 # %%
 class Column(torch.autograd.Function):
@@ -887,9 +924,9 @@ check(my_column)
 #
 # ## Summary
 #
-# - Tensor parallelism leaves LayerNorms, dropout and the cut matrices' inputs whole: a layer keeps $sbh(10 + 24/t)$ bytes. With the sequence cut as well, it keeps $34sbh/t$.
-# - A part with cut matrices begins with an all-gather and ends with a reduce-scatter; each is the other's backward.
-# - The two together are the halves of an all-reduce, and send the same bytes.
+# - Tensor parallelism leaves LayerNorms, dropout and the sharded matrices' inputs whole: a layer keeps $sbh(10 + 24/t)$ bytes. With the sequence sharded as well, it keeps $34sbh/t$.
+# - A region of sharded matrices begins with an all-gather and ends with a reduce-scatter; each is the other's backward.
+# - The two are the halves of an all-reduce, and send the same bytes.
 # - Keeping the gathered tokens takes $4sbh$ bytes a layer; gathering them again sends a quarter more.
 # - LayerNorms, and biases added after the reduce-scatter, are applied to some of the tokens: their gradients are summed over the ranks.
 #

@@ -19,7 +19,7 @@
 # After this lesson you can
 #
 # - say what limits a layer on a given GPU: matrix products, memory, the network or kernel launches;
-# - predict the time of a step in twenty lines, and its memory with the package, and state the error of both predictions;
+# - predict the time of a step in twenty lines, and its memory with the package, and state both errors;
 # - choose a layout for a model and a cluster, and say which constant would change the choice;
 # - fit such a prediction to a few steps of your own, and see when the fit fails.
 #
@@ -90,12 +90,12 @@ for one in (found.feasible[0], found.feasible[-1]):
     print(round(one.seconds), "s a step:", one.layout)
 
 # %% [markdown]
-# A layout says how to split the model: into `d` copies, each with `t` tensor ranks that share every matrix, `p` pipeline stages, and `c` context ranks that share every sequence.
-# A number that is not printed is 1.
-# With `recompute`, backward computes a layer's activations again: all, or only the named ones, here those of norms and between the two matrices of a feed-forward network (`ffn`).
+# A layout gives the number `d` of *replicas* (copies of the model), and how each is split: `t` tensor ranks shard every matrix, `p` pipeline stages divide the layers, and `c` context ranks shard every sequence.
+# A degree that is not printed is 1.
+# `recompute` names the activations that backward computes again: all of a layer's, or some, here those of norms and between the matrices of a feed-forward network (`ffn`).
 #
 # torchtitan 0.3.0 can run the first layout, and it fits in memory.
-# The time of matrix products, attention and messages is predicted with rates that were [fitted](#predicted-and-measured-steps-compared) to published steps; its memory follows from torchtitan's source, and from guesses.
+# The predicted time uses rates of matrix products, attention and messages that were [fitted](#predicted-and-measured-steps-compared) to published steps; the predicted memory follows from torchtitan's source and from guesses.
 # Where this page names no engine, it plans for the course's own model, whose rates are all *guesses*: rates that jobs commonly reach.
 # [Rules of thumb](#rules-of-thumb-judged) and [Which constant would change the choice?](#which-constant-would-change-the-choice) use these guesses, and are as uncertain.
 
@@ -116,7 +116,7 @@ show.figure(plots.plot_layouts(points), alt, "strategy-layouts")
 
 # %% [markdown]
 # Each dot is a layout that fits.
-# Layouts that fill the memory are neither faster nor slower than layouts that leave memory free: you need a prediction to tell them apart.
+# A layout that fills the memory is neither faster nor slower for it: only a prediction tells fast layouts from slow ones.
 #
 # ## What limits a layer: memory, network or kernel launches
 #
@@ -126,9 +126,10 @@ show.figure(plots.plot_layouts(points), alt, "strategy-layouts")
 # - **the network** (`wire` in the table): data of other GPUs come over links, which are ten to a hundred times slower;
 # - **launches**: a CPU launches the GPU's kernels one by one, which takes milliseconds for a layer.
 #
-# The rates of memory and links are on the data sheet. Operations per second divided by bytes per second is the number of operations that take as long as one byte takes to arrive.
+# The data sheet gives the rates of memory and links.
+# Divide operations per second by bytes per second: this many operations take as long as moving one byte.
 #
-# ![For six GPUs, on a logarithmic axis, how many operations of a product pay for one byte. V100: 139 from its own memory, 833 from its node, 20,000 from the network. A100 80 GB: 153, 1,040, 12,480. H100: 295, 2,198, 19,780. B200: 281, 2,500, 45,000. GB200: 312, 2,778, 50,000. RTX 4090: 164, 5,156, 105,600. Products grew faster than every link.](../figures/strategy_walls.svg)
+# ![For six GPUs, on a logarithmic axis, how many operations take as long as moving one byte. V100: 139 from its own memory, 833 from its node, 20,000 from the network. A100 80 GB: 153, 1,040, 12,480. H100: 295, 2,198, 19,780. B200: 281, 2,500, 45,000. GB200: 312, 2,778, 50,000. RTX 4090: 164, 5,156, 105,600. Products grew faster than every link.](../figures/strategy_walls.svg)
 
 # %%
 def layer_limits(machine, config, tokens, t):
@@ -167,7 +168,7 @@ show.table(rows, head)
 
 # %% [markdown]
 # On one GPU the products take longest, so the GPU is busy.
-# Where eight GPUs share the layer, the products take an eighth of the time, but there are bytes to send, and the launches take as long as before.
+# Where eight GPUs share the layer, the products take an eighth of the time, but the GPUs send bytes, and launches take as long as before.
 # On eight RTX 4090, which have PCIe and no NVLink, sending takes longest.
 # So the same split is good on one machine and bad on another.
 #
@@ -208,7 +209,7 @@ show.table(rows, ["parameters", "GPUs", "layout", "b", "m", "a step (s)"])
 # Two numbers judge a prediction.
 # The first is the median relative error.
 # The second says if the prediction ranks the layouts of one model, on the same number of nodes, in the measured order.
-# It is Spearman's correlation between both orders: 1 if they are equal, near 0 if they are unrelated.
+# It is Spearman's correlation between the two orders: 1 if they are equal, near 0 if unrelated.
 
 # %%
 def median_error(predicted):
@@ -250,7 +251,7 @@ assert rank_correlation(floors) < 0.5
 # `````{admonition} Checked: "count FLOPs and bytes, divide by the data sheet, take the smallest"
 # :class: checked
 #
-# The floor is a quarter of the measured times, and its order is nearly unrelated to the measured order.
+# The floor is a quarter of the measured time, and its order of layouts is nearly unrelated to the measured order.
 # A floor says which times are impossible, not which layout is fastest.
 # `````
 #
@@ -277,12 +278,12 @@ def predict_step(job, r):
 
 # %% [markdown]
 # - A layer takes the time of its products or of its launches, whichever is longer, because the CPU launches while the GPU computes. The time of its messages is added.
-# - The time of the pipeline's slowest stage counts once for each micro-batch, that of every other stage once in a step.
-# - Gradients are summed over the copies at the end.
+# - The time of the pipeline's slowest stage counts once for each micro-batch, the time of every other stage once in a step.
+# - Gradients are summed over the replicas at the end.
 #
-# The module adds attention's own rate, communication that overlaps with backward, the optimizer, and memory.
+# [The module](#the-module) adds attention's own rate, communication that overlaps with backward, the optimizer, and memory.
 #
-# Each constant begins as a guess, with the fraction by which the guess may be wrong; together they are a *prior*.
+# Each constant begins as a guess, with the fraction by which the guess may be wrong: both together are its *prior*.
 # `fit` changes the constants until predicted and measured times agree. A constant about which the steps say nothing stays near its guess.
 
 # %%
@@ -319,12 +320,12 @@ rows = [
 show.table(rows, ["constant", "value", "may be off by", "unit"])
 
 # %% [markdown]
-# The prediction is off by less than a tenth, and its order is nearly right, for models from 1 to 80 billion parameters.
+# The median error is less than a tenth, and the predicted order is nearly right, for models from 1 to 80 billion parameters.
 # A GPU reaches less than half of the 989 TFLOP/s on its data sheet, and no layer takes less than 4 ms, however small.
 #
 # ### Ablation: fits without one constant
 #
-# Take one constant away, fit the others anew, and compare.
+# Remove one constant, fit the others again, and compare.
 
 # %%
 NEUTRAL = {"launch": 1e-9, "crossing": 1e-9, "node": 1e30, "beyond": 1e-9, "network": 1e30}
@@ -345,15 +346,16 @@ assert rank_correlation(lost["launch"]) < 0.93 and median_error(lost["crossing"]
 show.table(rows, ["left out", "median error", "rank correlation"])
 
 # %% [markdown]
-# Without `launch` the order is worst, yet papers on parallelism have no formula for launches. For a captured step you would leave out `launch` first.
-# `crossing` is particular to this cluster: nobody knows its cause, and without it the error doubles.
-# Few of the forty steps wait for links inside a node or for the network, so the fit is least sure of these two.
+# Without `launch` the order is worst, yet papers on parallelism have no formula for launches.
+# For a captured step you would leave out `launch` first.
+# `crossing` is particular to this cluster: its cause is unknown, and without it the error doubles.
+# Few of the forty steps wait for links inside a node or for the network, so the fit is least sure of `node` and `network`.
 #
 # ## Predicted and measured steps compared
 #
-# `strategy.predict` is the same prediction for real jobs, with other schedules, recomputation, all ZeRO stages, long sequences, and memory. [Its code](#the-module) comes later.
+# `strategy.predict` makes the same prediction for real jobs, with other schedules, recomputation, all ZeRO stages, long sequences, and memory.
 # A fit looks too good on the steps that it was fitted on. So the constants are fitted on every other row of the sweep, and judged by the remaining rows.
-# Megatron's constants are fitted on five layer times of a model of 22 billion parameters on eight A100s, which {cite:t}`korthikanti2022recomputation` print; then they predict whole steps, on up to 3,072 GPUs.
+# Megatron's constants are fitted on five layer times of a model of 22 billion parameters on eight A100s, which {cite:t}`korthikanti2022recomputation` print; these constants then predict whole steps, on up to 3,072 GPUs.
 
 # %%
 half = fit_runs.fit_rows(sweep[::2], nanotron, "every other row of the sweep").to_values()
@@ -417,21 +419,26 @@ assert statistics.median(abs(p / s - 1) for p, s in rest_bytes) < 0.07
 show.table(rows, ["", "of what", "off in the median", "at most"])
 
 # %% [markdown]
-# Memory means the bytes that the allocator *reserves* on rank 0, which is on the first stage. These are more than the bytes of its tensors.
+# Memory means the bytes that the allocator *reserves* on rank 0, which is on the first stage: more than the bytes of the rank's tensors.
 #
-# The course's constants for nanotron are fitted on all 340 rows, Megatron's on the five layer times, and those of today's engines on the published lines below. All others are guesses. A second test of nanotron's constants groups the rows by model and number of nodes, and fits on half of the groups. Rows of the other groups are 7 % off in seconds and 3 % in bytes. With one exception at most, the layout predicted as a group's fastest takes at most a tenth longer than the fastest.
+# The course's constants for nanotron are fitted on all 340 rows, Megatron's on the five layer times, and those of today's engines on the published rows below.
+# All others are guesses.
+# A second test of nanotron's constants groups the rows by model and number of nodes, fits on half of the groups, and predicts the others, with a median error of 7 % in seconds and 3 % in bytes.
+# In each group, except at most one, the layout predicted to be fastest was measured at most a tenth slower than the fastest layout.
 #
-# Five layer times of a 22B model predict, to some percent, steps of a 175B model on 64 GPUs, a 145.6B model on 1,536 and a 1T model on 3,072: all run the same kernels.
+# Five layer times of a 22B model predict, within a few percent, steps of a 175B model on 64 GPUs, a 145.6B model on 1,536 and a 1T model on 3,072: all run the same kernels.
 #
-# Today's engines publish tokens per second: Megatron, torchtitan and others, in 8 and 4 bits, with experts, on up to 1,024 GPUs. `strategy fit` takes such a table with `--profile engines`, and names the lines that it leaves out. In the picture, each half of 279 lines is predicted with constants that were fitted on the other half.
+# The projects of today's engines (Megatron, torchtitan and others) publish tokens per second on up to 1,024 GPUs, also in 8 and 4 bits and with experts.
+# `strategy fit` takes a table of such rows with `--profile engines`, and names the rows that it leaves out.
+# In the picture, each half of 279 rows is predicted with constants that were fitted on the other half.
 #
-# ![Predicted over measured seconds of published steps, a dot each, by source, on a logarithmic axis; each half by rates of the other. Medians, and how many: Megatron-Bridge 1.00 (178), llm-foundry 1.00 (52), torchtitan 0.96 (16), Megatron-MoE-ModelZoo 1.05 (11), NeMo 24.07 0.95 (11), Automodel 1.14 (8), Megatron-LM examples 1.07 (3).](../figures/strategy_engines.svg)
+# ![Predicted over measured seconds of published steps, a dot each, by source, on a logarithmic axis; each half by rates of the other. Medians (steps): Megatron-Bridge 1.00 (178), llm-foundry 1.00 (52), torchtitan 0.96 (16), Megatron-MoE-ModelZoo 1.05 (11), NeMo 24.07 0.95 (11), Automodel 1.14 (8), Megatron-LM examples 1.07 (3).](../figures/strategy_engines.svg)
 #
 # For one configuration of Qwen3-30B on eight GB200s, NVIDIA publishes 23,766 tokens per second and GPU with container 25.11, and 39,936 with 26.08. No column explains the difference, so no constant can.
 #
 # ## Choosing a layout with `strategy.plan`
 #
-# `strategy.plan` predicts every layout and sorts them by time. The cell plans three jobs, with torchtitan's constants.
+# `strategy.plan` predicts every layout and sorts the layouts by time. The cell plans three jobs, with torchtitan's constants.
 
 # %%
 jobs_to_plan = {  # model, GPU, how many, sequences of a step, tokens of the training
@@ -460,15 +467,16 @@ show.table(rows, ["", "layout", "a step (s)", "GB", "MFU", "days", "waits most f
 # With `interleaved 4` each stage has four separate chunks of the layers, which makes the pipeline's bubble shorter.
 # MFU is the fraction of the data sheet's operations per second that the model's own operations reach, without recomputation and without token pairs that a mask or a window hides.
 #
-# *The large job* uses all three kinds of parallelism: four ranks share each matrix, four such stages are a copy of the model, and four copies share the optimizer states (ZeRO-1).
+# *The large job* uses all three kinds of parallelism: four ranks shard each matrix, four such stages form a replica, and four replicas shard the optimizer states (ZeRO-1).
 # Each rank then holds so few activations that it recomputes only those of norms, and those between the matrices of feed-forward networks.
-# 64 copies that shard their weights (ZeRO-3) have to recompute whole layers, and take a fifth longer.
+# 64 replicas that shard their weights (ZeRO-3) have to recompute whole layers, and take a fifth longer.
 #
-# *GPT-3* needs all three kinds on A100s: tensor parallelism inside the node, a pipeline across nodes, ZeRO-1 between copies.
-# {cite:t}`narayanan2021megatron` report 34 days at 140 TFLOP/s, with full recomputation. With optimizer states sharded over the copies, there is enough memory to keep most activations.
+# *GPT-3* needs all three kinds on A100s: tensor parallelism inside the node, a pipeline across nodes, ZeRO-1 between replicas.
+# {cite:t}`narayanan2021megatron` report 34 days at 140 TFLOP/s, with full recomputation.
+# The plan shards optimizer states over the replicas, which leaves enough memory to keep most activations.
 # [A worked example](../book/gpt3_on_64_gpus.md) splits GPT-3 over 64 GPUs.
 #
-# *The small job* needs only data parallelism. Then only the batch is left to choose.
+# *The small job* needs only data parallelism. Only its batch is left to choose.
 
 # %%
 GPUS, PRICE = 256, 2.0  # dollars for an hour of one of them
@@ -492,11 +500,12 @@ rows = [[f"{batch:,}", batch // GPUS, f"{1e3 * price:.2f}"] for batch, price in 
 show.table(rows, ["sequences in a step", "per GPU", "a billion tokens ($)"])
 
 # %% [markdown]
-# Each doubling does twice the work for one all-reduce of gradients and one optimizer step. Above some eight sequences per GPU, a larger batch saves hardly any money, and the model learns less from each token.
+# A doubled batch does twice the work for the same all-reduce of gradients and optimizer step.
+# Above about eight sequences per GPU, a larger batch saves hardly any money, and the model learns less from each token.
 #
 # ### The same choice, run on four ranks
 #
-# The cell runs two small jobs, a large model and one with much data, each in four layouts with the same batch.
+# The cell runs two jobs, one with a large model and one with much data, each in four layouts with the same batch.
 # A rank may hold 20 MB of tensors; more is an out-of-memory error.
 
 # %%
@@ -553,8 +562,9 @@ head = ["job", "layout", "states, predicted (MB)", "held", "sent, predicted (MB)
 show.table(rows, head)
 
 # %% [markdown]
-# The large model does not fit as four copies. It fits with tensor parallelism or ZeRO-3, and ZeRO-3 sends nearly four times as many bytes as four tensor ranks.
-# With much data all four layouts fit, and data parallelism sends least: gradients do not grow with the batch, but the activations that tensor parallelism sends do. Four tensor ranks send ten times as many bytes as four copies.
+# Four replicas of the large model do not fit. Tensor parallelism or ZeRO-3 fit, and ZeRO-3 sends nearly four times as many bytes as four tensor ranks.
+# With much data all four layouts fit, and data parallelism sends least: gradients do not grow with the batch, but the activations that tensor parallelism sends do.
+# Four tensor ranks send ten times as many bytes as four replicas.
 #
 # ## Rules of thumb, judged
 #
@@ -596,7 +606,7 @@ show.table(rows, ["machines", "model", "the fastest", "the rule says", "costs"])
 # :class: checked
 #
 # On H100s and larger GPUs the rule costs a few percent for 1B, and for 70B no more than the error of the prediction.
-# The pipeline for 8B is the fastest nowhere in this table.
+# The pipeline for 8B is nowhere the fastest in this table.
 # On GPUs of 24 GB without NVLink, the rule's layout for 1B does not fit, and its layout for 70B is several times slower than the planner's.
 # A model's size decides if it fits on one GPU. Links and memory decide how to split it.
 # `````
@@ -637,38 +647,43 @@ for config, gpu, words in (("70B", "h100", "70B, 64 × H100"), ("8B", "a100-40",
 show.table(rows, ["job", "if", "the fastest is", "the first choice takes"])
 
 # %% [markdown]
-# For the 70B model five of sixteen changes put another layout first, and then the first choice takes 3 % longer at most: many layouts are nearly as fast.
+# For the 70B model five of sixteen changes put another layout first, and the original choice then takes at most 3 % longer: many layouts are nearly as fast.
 # No change makes pure data parallelism the fastest. If ZeRO's gathers cost half (`exposed_gathers`), or the network is twice as fast, a layout with two tensor and two context ranks comes first.
 #
 # ## The command `strategy plan`, and its form
 #
-# The command `strategy plan` runs this planner; without `--profile` it plans for the course's own model. It prints the number of guessed rates, the fastest layouts, and the reasons why others were ruled out; `--explain` adds the parts of the first layout's time, and `--json` prints everything.
+# `strategy plan` runs this planner; without `--profile` it plans for the course's own model.
+# It prints the number of guessed rates, the fastest layouts, and the reasons why others were ruled out; `--explain` adds the parts of the first layout's time, and `--json` prints everything.
 
 # %%
 run_cli("strategy plan --model llama-3-70b --gpu h100 --gpus 64 --profile torchtitan --top 3")
 
 # %% [markdown]
-# Below the table the command prints what was searched: ranks share sequences from 8,192 tokens on, stages and chunks may be unequal, single operators are recomputed where that may be faster. It also names what the search leaves out, and warns where little memory is free or the MFU is low.
-# `--layout` predicts one given layout, for instance from a paper. With Megatron's constants, Llama 3 405B on 16,384 GPUs is predicted at 44 % MFU; the real job had 41 % {cite}`dubey2024llama3`. It ran in 80 GiB; the prediction is 92 GB, or 80 GB if gradients are sharded as well.
+# Below the table the command lists what it searched: for example context ranks (for sequences of at least 8,192 tokens), unequal stages and chunks, recomputation of single operators.
+# It also lists what it did not search, and warns where little memory is free or the MFU is low.
+# `--layout` predicts one given layout, for instance from a paper.
+# With Megatron's constants, Llama 3 405B on 16,384 GPUs is predicted at 44 % MFU; the real job had 41 % {cite}`dubey2024llama3`.
+# The job ran in 80 GiB; the prediction is 92 GB, or 80 GB if gradients are sharded as well.
 #
 # `--config config.json` plans a model of Hugging Face's hub as `transformers` builds it, [counted exactly](memory.md#memory-of-a-hugging-face-model-from-its-configjson): latent attention, windows, experts of any kind. The command names values that a file leaves open, and refuses unknown settings in one line.
 # `--rates here.json` takes the constants that `strategy fit` wrote.
-# `strategy emit` writes the fastest layout that an engine can run as its configuration, each line with its reason: for DeepSpeed, torchtitan, Megatron, the course's `train.py`, or as a batch file for Slurm.
-# A file for DeepSpeed begins so:
+# `strategy emit` plans for an engine, and writes the fastest layout as its configuration, each line with its reason: for DeepSpeed, torchtitan, Megatron, the course's `train.py`, or as a batch file for Slurm.
+# A DeepSpeed configuration begins like this:
 
 # %%
 run_cli("strategy emit deepspeed --model llama-3-8b --gpu h100 --gpus 16", 15)
 
 # %% [markdown]
 # `strategy emit` plans with the memory of the target engine, not of the course's model: Megatron and `fully_shard` sum gradients in float32, with 4 bytes where the course's model has 2.
-# So with Megatron GPT-3 gets eight stages on 1,024 GPUs, where the course's own model gets four:
+# So the plan of GPT-3 on 1,024 GPUs has eight stages for Megatron, and four for the course's own model:
 
 # %%
 run_cli("strategy emit megatron --model gpt-3-175b --gpu a100 --gpus 1024 --batch 1536", 3)
 
 # %% [markdown]
-# `strategy run` trains the first layout on ranks of this machine: the same cuts, schedule and recomputation, with degrees, chunks and model as small as possible.
-# The command ends with status 0 only if losses and gradients equal one process's, and each rank held and sent the predicted bytes. It leaves out parts that the course's [mesh](mesh.md) does not train, such as context ranks and experts over ranks, and says so.
+# `strategy run` trains the first layout on ranks of this machine: the same kinds of parallelism, schedule and recomputation, with degrees, chunks and model as small as possible.
+# The command ends with status 0 only if losses and gradients equal one process's, and each rank held and sent the predicted bytes.
+# It leaves out, and names, what the course's [mesh](mesh.md) does not train, such as context ranks and experts over ranks.
 
 # %% tags=["measured"]
 run_cli("strategy run --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4", 20)
@@ -676,7 +691,7 @@ run_cli("strategy run --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4", 
 # %% [markdown]
 # [`python -m shardlab parity`](parity.md#comparing-two-scripts) says whether *your* training script computes the same numbers under this layout as in one process.
 #
-# The form below runs the command in your browser.
+# The form below runs `strategy plan` in your browser.
 # A plan of 1,500 layouts takes ten seconds there; the 4,000 layouts of 64 GPUs take up to a minute.
 #
 # :::{calculator} strategy
@@ -694,7 +709,7 @@ run_cli("strategy run --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4", 
 show.source(core.predict_layer, core._attention_seconds, core._launch_seconds, core._cpu_seconds, core._link_rates, core._all_reduce_seconds, core._context_seconds)
 
 # %% [markdown]
-# `rates` are the constants, most of them as fractions of the data sheet's rates: so constants that were fitted on one GPU predict another.
+# `rates` are the constants. Most are fractions of the data sheet's rates, so constants that were fitted on one GPU predict another.
 # `SMOOTH_POWER` makes the maximum of GPU and CPU time smooth, since both delay each other when they take equally long.
 # [`matmuls`](../code/shardtools/strategy/matmuls.py) computes the time of each matrix product.
 #
@@ -704,13 +719,13 @@ show.source(core.predict_layer, core._attention_seconds, core._launch_seconds, c
 show.source(core.predict_seconds, core._stage_work, core._bubble_seconds, core._retry_probability, core._bubble_share, core._head_work, core._message_seconds, core._optimizer_seconds)
 
 # %% [markdown]
-# [`data_parallel`](../code/shardtools/strategy/data_parallel.py) computes the time in which copies wait for gradients and weights.
-# ZeRO-3 communicates three times for each micro-batch, and overlaps most of this with computing.
+# [`data_parallel`](../code/shardtools/strategy/data_parallel.py) computes the time in which replicas wait for gradients and weights.
+# ZeRO-3 communicates three times for each micro-batch, mostly overlapped with computation.
 # ZeRO-1 gathers new weights after the step. nanotron (early 2025) and DeepSpeed 0.19.8 wait for these weights; Megatron Core 0.19.2 with `--overlap-param-gather`, which `strategy emit megatron` writes, and torch's `fully_shard` gather them ahead, while earlier layers compute.
 #
 # ## Constants measured on this machine
 #
-# `measure_rates` measures the constants instead of fitting them: it times a product, an attention, a pass over memory, launches and an all-reduce, here in a second.
+# `measure_rates` measures the constants instead of fitting them: it times a product, an attention, a pass over memory, launches and an all-reduce, in a second.
 
 # %% tags=["hide-input"]
 # Times a training step of the plain GPT, and predicts it
@@ -763,7 +778,7 @@ show.table(rows, ["model", "b", "predicted (s)", "measured (s)", "predicted / me
 #
 # ## How a fit fails: no priors, slow runs, another framework
 #
-# **Without priors.** Five steps cannot tell six constants apart.
+# **Without priors.** Five steps cannot determine six constants.
 # In the second fit below, each guess may be wrong by a factor of a hundred.
 
 # %%
@@ -786,7 +801,7 @@ assert both[0] < 0.75 * both[1] and loose_fit["node"] > 2e12
 show.table(rows, ["constant, by five rows", "with priors", "without"])
 
 # %% [markdown]
-# Without priors the fitted rate of the links inside a node is several terabytes per second, many times the data sheet's. The table shows the problem: this constant may be off by thousands of percent.
+# Without priors the fitted rate of the links inside a node is several terabytes per second, many times the data sheet's. The table shows the problem: this rate may be off by thousands of percent.
 #
 # **With disturbed runs.** In some runs another job used the network, or a GPU was hot. Least squares would follow such runs. `fit` gives less weight to a step the further its prediction is off.
 
@@ -801,7 +816,7 @@ print({name: round(x, 2) for name, x in moved.items()})
 assert abs(moved["products"]) < 0.1 and abs(moved["launch"]) < 0.15 and moved["beyond"] < 0.4
 
 # %% [markdown]
-# The sweep has such runs: in some jobs every message between stages takes a quarter of a second, and in others with the same layout less than a millisecond.
+# The sweep has such runs: in some jobs every message between stages takes a quarter of a second, in others with the same layout less than a millisecond.
 # No constant predicts such runs, but you notice them when you compare them with a prediction.
 #
 # **With another framework.** Constants hold for the code that they were fitted on.
@@ -812,8 +827,8 @@ assert abs(moved["products"]) < 0.1 and abs(moved["launch"]) < 0.15 and moved["b
 # | symptom | cause |
 # |---|---|
 # | the best layout on paper is slow in practice, and all others as well, by the same factor | constants of another framework: fit one factor, from one measured step |
-# | one layout is many times slower than predicted, similar layouts are not | it needs more than some 96 % of the GPU's memory: the allocator frees and retries |
-# | a small model does not get faster with larger `t` | launches: a layer takes as long as its launches on the CPU, however small each rank's part; compile the blocks, or capture the step |
+# | one layout is many times slower than predicted, similar layouts are not | it needs more than about 96 % of the GPU's memory: the allocator frees and retries |
+# | a small model does not get faster with larger `t` | launches: a layer takes as long as its launches on the CPU, however small each rank's shard; compile the blocks, or capture the step |
 # | predicted and measured agree on one node, but not on two | the wrong network interface, or one network card for eight GPUs: the check in [Clusters](cluster.md) finds it on all ranks |
 # | the planner's first three layouts change places with every new constant | they are equal within the prediction's error: take the layout that leaves most memory free, or measure them |
 # | fitted constants are absurd, and may be off by more than 100 % | too few steps for so many constants, and no priors |
@@ -822,7 +837,7 @@ assert abs(moved["products"]) < 0.1 and abs(moved["launch"]) < 0.15 and moved["b
 #
 # ## Exercises
 #
-# ```{exercise-start} The wire (easy)
+# ```{exercise-start} Bandwidth for all-reduces (easy)
 # :label: ex-strategy-wire
 # ```
 #
@@ -843,7 +858,7 @@ check(answer, "strategy_wire")
 # :class: dropdown
 # ```
 #
-# In an all-reduce of $2sbh$ bytes, each GPU sends $2 (t-1)/t$ times as many. A GPU computes a $t$-th of $6 \cdot 12h^2 \cdot sb$ operations. $sb$ and $1/t$ cancel in the quotient of bytes and seconds.
+# In an all-reduce of $2sbh$ bytes, each GPU sends $2 (t-1)/t$ times as many bytes. A GPU computes a $t$-th of $6 \cdot 12h^2 \cdot sb$ operations. $sb$ and $1/t$ cancel in the quotient of bytes and seconds.
 
 # %%
 t, h = 8, 8192
@@ -854,7 +869,7 @@ check(answer, "strategy_wire")
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} Days (easy)
+# ```{exercise-start} Days of training (easy)
 # :label: ex-strategy-days
 # ```
 #
@@ -924,7 +939,7 @@ check(find_constants, "strategy_corner")
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} One card for eight (hard)
+# ```{exercise-start} One network card for eight GPUs (hard)
 # :label: ex-strategy-layout
 # ```
 #
@@ -947,9 +962,10 @@ check(layout, "strategy_layout")
 # ```
 #
 # Each GPU can send 1.6 GB/s over the network, so few bytes should leave the node.
-# Copies send large gradients; stages send small messages. So cut matrices inside the node and layers between nodes, and use few copies.
-# Two copies of four stages are 6 % faster than one copy of eight stages: with four stages the ranks wait less, and this saves more time than the gradients of two copies take.
-# If you replace some of the node's tensor ranks by context ranks, you gain another 6 %: they send keys and values, which are smaller than activations.
+# Replicas send large gradients; stages send small messages.
+# So shard matrices inside the node, put stages on different nodes, and use few replicas.
+# Two replicas of four stages are 6 % faster than one replica of eight stages: with four stages the ranks wait less, and this saves more time than the gradients of two replicas take.
+# If you replace some of the node's tensor ranks by context ranks, you gain another 6 %: context ranks send keys and values, which are smaller than activations.
 
 # %%
 layout = Layout(dp=2, tp=8, pp=4, zero=1, microbatches=128, sequence_parallel=True)
@@ -963,14 +979,14 @@ check(layout, "strategy_layout")
 #
 # - A layer waits for matrix products, memory, the network or, without CUDA graphs, kernel launches; which of them depends on the machine.
 # - A lower bound of the step time does not rank layouts. A prediction with six fitted constants ranks them, and the launch constant matters most.
-# - Fit logarithms, with weights that discount slow runs, and with priors; judge the fit by rows that it has not seen.
-# - Constants hold for the code and the cluster that they were fitted on. Another framework is one more factor.
+# - Fit logarithms of times, with weights that discount slow runs, and with priors; judge the fit by rows that it has not seen.
+# - Constants hold for the code and the cluster that they were fitted on. Another framework needs one more factor.
 # - A model's size decides if it fits on one GPU. Links and memory decide how to split it.
 # - Among layouts within 5 % of the fastest, take the layout that leaves most memory free, or measure.
 #
 # ## Further reading
 #
-# - {cite:t}`tazi2025ultrascale`: all measured runs of which this lesson uses some, and their authors' conclusions.
+# - {cite:t}`tazi2025ultrascale`: all measured runs, of which this lesson uses some, and the authors' conclusions.
 # - {cite:t}`austin2025scaling`: the same limits for TPUs and GPUs, from single products to whole models.
 # - {cite:t}`narayanan2021megatron`, section 3: how to combine the kinds of parallelism, with formulas.
 # - {cite:t}`korthikanti2022recomputation`: layer times, and the activations that a layer keeps.

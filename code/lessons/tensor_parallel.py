@@ -18,15 +18,15 @@
 #
 # After this lesson you can
 #
-# - cut a feed-forward network, attention, an embedding and a loss over ranks, and explain for each matrix whether to cut it by columns or by rows;
-# - write the two operators that make the cut model's *gradients* right, and recognise the loss curve of a model that lacks one;
+# - shard a feed-forward network, attention, an embedding and a loss over ranks, and explain for each matrix whether to shard it by columns or by rows;
+# - write the two operators that make the sharded model's *gradients* right, and recognise the loss curve of a model that lacks one;
 # - predict the bytes that a rank holds and sends, and explain why the ranks should share one fast switch;
-# - apply the cuts to a plain GPT without changing its code, and read a plan of PyTorch's `parallelize_module`.
+# - shard a plain GPT without changing its code, and read a plan of PyTorch's `parallelize_module`.
 #
 # You need the all-reduce from [Collectives](collectives.md).
 #
 # A *single* block of Llama 3 405B takes 51 GB during training, and the model has 126 blocks.
-# [Pipelines](pipeline.md) give each rank whole blocks, and [ZeRO](zero.md) gathers a whole block before computing it. Tensor parallelism cuts the block.
+# [Pipelines](pipeline.md) give each rank whole blocks, and [ZeRO](zero.md) gathers a whole block before computing it. Tensor parallelism shards the block.
 
 # %% tags=["hide-input"]
 # Imports, and the small model and batches that every cell takes
@@ -106,7 +106,7 @@ def run_our_step(model, step, size=8):
 
 
 # %% [markdown]
-# ## Why cut single layers
+# ## Why shard single layers
 #
 # The table assumes 16 bytes for each parameter (weights, gradients, AdamW), as in [Memory](memory.md).
 
@@ -126,12 +126,12 @@ show.table(rows, head)
 # %% [markdown]
 # A stage of a pipeline holds at least one block. ZeRO's stage 3 shards the states, but each rank gathers a block's weights and computes the whole block.
 # Neither makes one block's forward shorter or its activations smaller.
-# So we cut the matrices themselves.
+# Tensor parallelism does both: each rank computes with its shards of the matrices.
 #
-# ## One matrix product, cut in two ways
+# ## One matrix product, sharded in two ways
 #
-# Let $Y = XW$, and let every rank have all of $X$. There are two ways to divide the work among ranks, and each is one line.
-# In code `T` is the number of tokens, `I` and `O` those of inputs and outputs. A small letter is a rank's part: `o` of `O` columns.
+# Let $Y = XW$, and let every rank have all of $X$. There are two ways to divide the work among ranks.
+# In code `T`, `I` and `O` are the numbers of tokens, inputs and outputs. A lowercase letter is the size of a rank's shard: `o` of `O` columns.
 
 # %%
 def take_shard(x, dim):
@@ -152,19 +152,20 @@ def by_rows(x_TI, w_IO):
 
 
 # %% [markdown]
-# A column of $Y$ needs all of $X$ and one column of $W$. So a cut *by columns* sends nothing, and each rank computes some columns of $Y$:
+# A column of $Y$ needs all of $X$ and one column of $W$. So sharding *by columns* sends nothing: rank $r$ computes the columns $X W^{(r)}$ of $Y$:
 #
 # $$
 # X\,[\,W^{(0)} \mid W^{(1)}\,] = [\,X W^{(0)} \mid X W^{(1)}\,] .
 # $$
 #
-# A cut of $W$ *by rows* needs $X$ cut by columns: rank 0 multiplies its columns of $X$ by its rows of $W$. Each product has the full shape of $Y$, but is only a summand, so the ranks add up their products:
+# If $W$ is sharded *by rows*, $X$ is sharded by columns: rank 0 multiplies its columns of $X$ by its rows of $W$.
+# Each product has the full shape of $Y$, but is only a *partial sum* (a summand, in pictures and comments). An all-reduce adds up the partial sums:
 #
 # $$
 # [\,X^{(0)} \mid X^{(1)}\,] \begin{bmatrix} W^{(0)} \\ W^{(1)} \end{bmatrix} = X^{(0)} W^{(0)} + X^{(1)} W^{(1)} .
 # $$
 #
-# Both cuts give the same $Y$ as one process, on two ranks and on four:
+# Both ways give the same $Y$ as one process, on two ranks and on four:
 
 # %%
 def compare_both_cuts():
@@ -186,17 +187,17 @@ for found in (two, four):
 
 
 # %% [markdown]
-# PyTorch's `nn.Linear` keeps its weight transposed, `[out, in]`. A cut by columns in the formula is a cut by *rows* of `linear.weight`, and the reverse. This is often confused.
+# PyTorch's `nn.Linear` keeps its weight transposed, `[out, in]`. Columns in the formula are *rows* of `linear.weight`, and the reverse.
 #
 # ## A feed-forward network: columns, then rows
 #
 # A feed-forward network is two products with a function between them, $Y = \mathrm{GELU}(X W_1)\, W_2$.
-# Cut $W_1$ by columns and $W_2$ by rows: then the first product's output is cut just as the second product needs its input.
+# Shard $W_1$ by columns and $W_2$ by rows: then the first product's output is sharded just as the second product needs its input.
 # GELU is elementwise, so each rank applies it to its own columns. Nothing is sent between the two matrices {cite}`shoeybi2019megatron`.
 #
-# ![A feed-forward network on two ranks. Each rank has all of X. The first matrix is cut by columns: each rank has 4096 x 8192 of it, and computes its half of XW₁ and of its GELU. The second is cut by rows: each rank has 8192 x 4096 of it, and computes a summand of Y, as large as all of Y. An all-reduce adds the two, and each rank has all of Y.](../figures/tensor_parallel_ffn.svg)
+# ![A feed-forward network on two ranks. Each rank has all of X. The first matrix is sharded by columns: each rank has 4096 x 8192 of it, and computes its half of XW₁ and of its GELU. The second is sharded by rows: each rank has 8192 x 4096 of it, and computes a summand of Y, as large as all of Y. An all-reduce adds the two, and each rank has all of Y.](../figures/tensor_parallel_ffn.svg)
 #
-# This cell runs the picture's network on three tokens; each rank creates only its own half of the weights.
+# The cell runs the picture's network on three tokens; each rank creates only its own half of the weights.
 
 # %%
 def run_halves(rank):
@@ -237,18 +238,19 @@ for rank, (y_TH, held) in enumerate(ranks.run(run_on_two_ranks, 2)):
 # %% [markdown]
 # ### Two operators for backward: copy_to and reduce_from
 #
-# The backward of these two cuts needs a second all-reduce, at another place.
+# Backward needs a second all-reduce, in another place.
 # Every rank multiplied *the same* $X$ by its own columns of $W_1$, so the loss depends on $X$ through all ranks:
 #
 # $$
 # \frac{\partial L}{\partial X} = \sum_r \frac{\partial L}{\partial (X W_1^{(r)})}\, {W_1^{(r)}}^{\!\top} .
 # $$
 #
-# A rank can compute only its own summand, so backward needs an all-reduce over the ranks. The output $Y$ is a sum, and the gradient of each summand is $dY$, which all ranks have.
+# A rank can compute only its own partial sum, so backward needs an all-reduce over the ranks.
+# The backward of the sum $Y$ needs no message: the gradient of each partial sum is $dY$, which all ranks have.
 #
-# ![The two operators around a cut piece of network, on two ranks. Forward, copy_to hands each rank the same x, and reduce_from adds up what the two computed. Backward, reduce_from hands each rank the same gradient, and copy_to adds up the gradients of x.](../figures/tensor_parallel_conjugate.svg)
+# ![The two operators around a sharded part of a network, on two ranks. Forward, copy_to hands each rank the same x, and reduce_from adds up what the two computed. Backward, reduce_from hands each rank the same gradient, and copy_to adds up the gradients of x.](../figures/tensor_parallel_conjugate.svg)
 #
-# Step through both passes. A tensor has the colour of the rank that computed it, or both colours if it is the sum, the same on both ranks. A thick outline marks new tensors. $A = \mathrm{GELU}(X W_1)$, and $dX$ is the gradient of the loss with respect to $X$.
+# A tensor has the colour of the rank that computed it, or both colours if it is a sum, which both ranks have. A thick outline marks new tensors. $A = \mathrm{GELU}(X W_1)$, and $dX$ is the gradient of the loss with respect to $X$.
 #
 # :::{step-through} A feed-forward network on two ranks, forward and backward
 # 1. ![Two tables, values above and gradients below, with a row for each of two ranks, and the tensors X, W₁, A, W₂ and Y side by side. Both ranks have all of X. Rank 0 has the left half of W₁'s columns and the upper half of W₂'s rows, rank 1 the other halves. All else is empty.](../figures/steps/tensor_parallel_1.svg)
@@ -261,15 +263,15 @@ for rank, (y_TH, held) in enumerate(ranks.run(run_on_two_ranks, 2)):
 #
 # 3. ![Each rank multiplies its columns of A by its rows of W₂: it has a summand of Y, as large as all of Y. Nothing is sent.](../figures/steps/tensor_parallel_3.svg)
 #
-#    Each rank multiplies its columns of $A$ by its rows of $W_2$: a summand of $Y$, with the shape of $Y$. Nothing is sent.
+#    Each rank multiplies its columns of $A$ by its rows of $W_2$: a partial sum, with the shape of $Y$. Nothing is sent.
 #
 # 4. ![An all-reduce adds the two summands: both ranks have all of Y.](../figures/steps/tensor_parallel_4.svg)
 #
-#    The one message of forward: an all-reduce adds the summands.
+#    The only message in forward: an all-reduce adds the partial sums.
 #
 # 5. ![In the lower table both ranks have the gradient of Y. Nothing is sent.](../figures/steps/tensor_parallel_5.svg)
 #
-#    The gradient of each summand is $dY$, which both ranks have. Nothing is sent.
+#    The gradient of each partial sum is $dY$, which both ranks have. Nothing is sent.
 #
 # 6. ![Each rank computes the gradients of its rows of W₂ and of its columns of A. Nothing is sent.](../figures/steps/tensor_parallel_6.svg)
 #
@@ -277,14 +279,14 @@ for rank, (y_TH, held) in enumerate(ranks.run(run_on_two_ranks, 2)):
 #
 # 7. ![Each rank computes the gradient of its columns of W₁, and a summand of the gradient of X, as large as all of it. Nothing is sent.](../figures/steps/tensor_parallel_7.svg)
 #
-#    After GELU's backward, each rank computes the gradient of its columns of $W_1$, and its summand of $dX$.
+#    After GELU's backward, each rank computes the gradient of its columns of $W_1$, and its partial sum of $dX$.
 #
 # 8. ![An all-reduce adds the two summands: both ranks have all of the gradient of X. Of the weights' gradients each rank has those of its own halves.](../figures/steps/tensor_parallel_8.svg)
 #
-#    The one message of backward: an all-reduce adds the summands of $dX$. Each rank keeps the gradients of its own weights.
+#    The only message in backward: an all-reduce adds the partial sums of $dX$. Each rank keeps the gradients of its own weights.
 # :::
 #
-# So there are two operators, which the paper calls $f$ (`copy_to`) and $g$ (`reduce_from`). The forward of one is the backward of the other:
+# So there are two operators, which Megatron-LM's paper calls $f$ (`copy_to`) and $g$ (`reduce_from`). The forward of one is the backward of the other:
 
 # %%
 class CopyTo(torch.autograd.Function):
@@ -317,7 +319,7 @@ class ReduceFrom(torch.autograd.Function):
 
 # %% [markdown]
 # Calling `dist.all_reduce` in forward, as `by_rows` did, would be wrong: autograd does not record it.
-# After the second matrix the gradients happen to be right, since backward sends nothing there. But before the first matrix backward has to add up gradients, and would not.
+# After the second matrix the gradients happen to be right, since backward sends nothing there. But before the first matrix, the gradients of $X$ would not be added up.
 #
 # With the two operators, the trainable network has three lines:
 
@@ -388,20 +390,20 @@ print(f"all-reduces: {calls[0]} in forward, {calls[1]} in backward")
 
 
 # %% [markdown]
-# Each rank holds half the weights and computes half the products, for one all-reduce forward and one backward.
+# Each of two ranks holds half the weights and computes half the products.
 #
 # This plain version is simpler than `shardlab.tensor_parallel`: it copies each tensor before the all-reduce, uses all ranks and not a group, and has no bias.
-# Also, backward waits for the sum of $X$'s gradient, which [can be avoided](#hide-backwards-half).
+# Also, backward waits for the sum of $X$'s gradient, which [can be avoided](#overlap-in-backward).
 #
-# ### The other orders of cuts
+# ### The other orders of columns and rows
 #
-# Each matrix can be cut by columns or by rows, so there are four orders. All give the right $Y$, but send different amounts.
-# If the first matrix is cut by rows, every rank has a summand. *GELU of a sum is not the sum of GELUs*, so the ranks have to add up the summands before GELU, where they are four times as wide as $Y$.
-# If a matrix is cut by columns, it needs all columns of its input, so columns that are spread over the ranks have to be gathered.
+# Each matrix can be sharded by columns or by rows, so there are four orders. All give the right $Y$, but send different amounts.
+# If the first matrix is sharded by rows, every rank has a partial sum. *GELU of a sum is not the sum of GELUs*, so the ranks have to add up the partial sums before GELU, where they are four times as wide as $Y$.
+# If a matrix is sharded by columns, each rank needs all columns of the input, so an input that is sharded by columns has to be gathered.
 #
-# ![Four ways of cutting two matrices, and what each rank sends, in units of one Y times (N-1)/N. Columns, then rows: nothing before GELU, an all-reduce of Y at the end: 2. Columns twice: an all-gather after GELU and one of Y: 4 + 1. Rows twice: a reduce-scatter before GELU and an all-reduce of Y: 4 + 2. Rows, then columns: an all-reduce before GELU and an all-gather of Y: 8 + 1.](../figures/tensor_parallel_orders.svg)
+# ![Four ways of sharding two matrices, and what each rank sends, in units of one Y times (N-1)/N. Columns, then rows: nothing before GELU, an all-reduce of Y at the end: 2. Columns twice: an all-gather after GELU and one of Y: 4 + 1. Rows twice: a reduce-scatter before GELU and an all-reduce of Y: 4 + 2. Rows, then columns: an all-reduce before GELU and an all-gather of Y: 8 + 1.](../figures/tensor_parallel_orders.svg)
 #
-# With an all-gather, an all-reduce and a reduce-scatter ([Collectives](collectives.md)) each order is one line. Four ranks count the bytes they send.
+# With an all-gather, an all-reduce and a reduce-scatter ([Collectives](collectives.md)) each order is one expression. Four ranks count the bytes that they send.
 
 # %% tags=["hide-input"]
 # The three collectives, as functions of a tensor
@@ -427,7 +429,7 @@ def scatter_sum(x_TF):
 
 
 # %% [markdown]
-# The names give the cuts of the first and of the second matrix:
+# The names say how the first and the second matrix are sharded:
 
 # %%
 ORDERS = {
@@ -478,16 +480,16 @@ head = [
 show.table(rows, head, caption=f"Sent by rank 0 of {N} in forward")
 
 # %% [markdown]
-# Columns, then rows sends least, in one message. The other orders need two messages, with 2.5, 3 and 4.5 times as many bytes.
+# "Columns, rows" sends least, in one message. The other orders need two messages, with 2.5, 3 and 4.5 times as many bytes.
 #
 # (tp-plus)=
 # `````{admonition} Checked: "y = y0.to('cuda:0') + y1.to('cuda:0') is the all-reduce"
 # :class: checked
 #
-# In tutorials one process moves both summands to GPU 0 and adds them. The sum is right, and autograd differentiates it.
-# But this is a *reduce*: only GPU 0 has the sum, and the next layer needs it on all GPUs. So GPU 0 has to copy the sum back, and its link carries $(N-1)S$ bytes in and as many out; a rank of a ring has $2\frac{N-1}{N}S$ each way.
-# GPU 0's link thus carries $N/2$ times the bytes of the ring, while all other links idle most of the time; the cell counts the bytes.
-# And under `torchrun` the line adds nothing across processes: each process has only its own summand, on whatever device.
+# In tutorials one process moves both partial sums to GPU 0 and adds them. The sum is right, and autograd differentiates it.
+# But this is a *reduce*: only GPU 0 has the sum, and the next layer needs it on all GPUs. So GPU 0 has to copy the sum back. With $N$ GPUs and $S$ bytes, its link carries $(N-1)S$ bytes in and as many out; in a ring, each rank's link carries $2\frac{N-1}{N}S$ each way.
+# GPU 0's link thus carries $N/2$ times the bytes of the ring, while all other links idle most of the time.
+# And under `torchrun` the line adds nothing across processes: each process has only its own partial sum, on whatever device.
 # `````
 
 # %% tags=["hide-input"]
@@ -546,29 +548,29 @@ show.table(rows, [*head, "of each rank: all-reduce (MB)", "ratio"])
 # %% [markdown]
 # ## Column-parallel and row-parallel layers
 #
-# The operators of `shardlab.tensor_parallel` take a group. They copy a tensor that other code may hold. `reduce_from_`, with an underscore, sums in place: it is for a new product that no other code holds.
+# The operators of `shardlab.tensor_parallel` take a process group. They reduce a copy, because other code may hold the tensor. `reduce_from_`, with an underscore, sums in place: it is for a new product that no other code holds.
 
 # %%
 show.source(tp.copy_to, _CopyTo, tp.reduce_from, _ReduceFrom)
 
 # %% [markdown]
-# Two layers replace `nn.Linear`. Each keeps its shard of a plain layer's parameters under their old names, and lists the cut parameters and their dimensions in `shard_dims`, which saving, loading and clipping read.
-# The column-parallel layer cuts its bias with its columns. In the row-parallel layer every rank holds the whole bias, and adds it *after* the sum.
+# Two layers replace `nn.Linear`. Each keeps its shard of a plain layer's parameters under their old names, and lists the sharded parameters and dimensions in `shard_dims`, which saving, loading and clipping read.
+# The column-parallel layer shards its bias like its columns. In the row-parallel layer every rank holds the whole bias, and adds it *after* the sum.
 
 # %%
 show.source(tp.ShardedLayer, tp.ColumnLinear, tp.RowLinear)
 
 
 # %% [markdown]
-# `shared_input` is for layers that share an input: see [below](#hide-backwards-half).
+# `shared_input` is for layers that share an input: see [below](#overlap-in-backward).
 #
 # (tp-bias)=
 # `````{admonition} Checked: "row-parallel layers each add their bias"
 # :class: checked
 #
-# Then the all-reduce adds up the biases as well: $\sum_r (G^{(r)} W_2^{(r)} + b) = Y + t\,b$ instead of $Y + b$, without an error.
-# While biases are zero, as they often are at initialisation, even the output is right.
-# The next cell cuts `nn.Linear` with a bias over $t$ ranks, and adds the bias after and before the sum.
+# Then the all-reduce adds up $t$ biases. With rank $r$'s columns $A^{(r)}$ of $A = \mathrm{GELU}(X W_1)$, it returns $\sum_r (A^{(r)} W_2^{(r)} + b) = Y + t\,b$ instead of $Y + b$, without an error.
+# While biases are zero, as they often are at initialisation, even this output is right.
+# The cell shards an `nn.Linear` with a bias over $t$ ranks, and adds the bias after and before the sum.
 # `````
 
 # %% tags=["hide-input"]
@@ -595,14 +597,14 @@ for t in (2, 4, 8):
 
 
 # %% [markdown]
-# ## Attention: cut by heads
+# ## Attention: sharded by heads
 #
 # A head uses only its own columns of queries, keys and values, so each rank computes whole heads.
-# The matrices of queries, keys and values are cut by columns, the output matrix by rows; attention is between them, as GELU was.
+# The matrices of queries, keys and values are sharded by columns, the output matrix by rows; attention takes GELU's place between them.
 #
 # ![Attention with eight heads of queries and four of keys and values on two ranks. Rank 0 has the first four heads of queries and the two of keys and values that they share, rank 1 the others: columns of the three matrices. Each computes attention for its own heads, and multiplies by its rows of the output matrix; an all-reduce adds the two summands.](../figures/tensor_parallel_heads.svg)
 #
-# The plain version takes an `Attention` of the plain GPT, with weights of `nn.Linear`, so columns are dimension 0:
+# The plain version takes an `Attention` of the plain GPT, whose layers are `nn.Linear`, so columns are dimension 0:
 
 # %%
 def plain_attention(x_BSH, attention):
@@ -650,20 +652,20 @@ for t in (2, 4):
 # %% [markdown]
 # This version leaves out biases and dropout, for which ranks need [different masks](#dropout-seeds-inside-and-outside-the-regions), and keeps the whole weights on every rank.
 #
-# A block has two cut *regions*, attention and feed-forward network. Each begins with `copy_to` and ends with `reduce_from`, and sends nothing in between.
+# A block has two sharded *regions*, attention and feed-forward network. Each begins with `copy_to` and ends with `reduce_from`, and sends nothing in between.
 # Every rank computes everything between the regions (LayerNorms, residual additions, dropout) in full.
 #
-# ![A block on two ranks. The residual stream, LayerNorms and dropout are whole on both ranks. Attention and the feed-forward network are cut, from copy_to to reduce_from. In forward each reduce_from is an all-reduce, in backward each copy_to: two and two.](../figures/tensor_parallel_block.svg)
+# ![A block on two ranks. The residual stream, LayerNorms and dropout are whole on both ranks. Attention and the feed-forward network are sharded, from copy_to to reduce_from. In forward each reduce_from is an all-reduce, in backward each copy_to: two and two.](../figures/tensor_parallel_block.svg)
 #
-# `shardlab.tensor_parallel` replaces the layers of a plain GPT by cut layers; the model's own forward does not change.
-# SwiGLU has two first matrices; both are cut by the same columns, since their outputs are multiplied elementwise.
-# The input enters a region *once*, through a `SharedInput`, and not once for each of queries, keys and values: their gradients are added up locally before the all-reduce.
+# `shardlab.tensor_parallel` replaces the layers of a plain GPT by sharded layers; the model's own forward does not change.
+# SwiGLU has two first matrices; both are sharded by the same columns, since their outputs are multiplied elementwise.
+# The input enters a region *once*, through a `SharedInput`, not once for each of queries, keys and values: its three gradients are added up locally before one all-reduce.
 
 # %%
 show.source(tp.shard_ffn, tp.shard_attention)
 
 # %% [markdown]
-# So $t$ has to divide the query heads, the width $F$ and the vocabulary. It also has to divide the number of key and value heads, or be a multiple of it. These degrees work:
+# So $t$ has to divide the number of query heads, the width $F$ and the vocabulary. It also has to divide the number of key and value heads, or be a multiple of that number. These degrees work:
 
 # %%
 padded = replace(PRESETS["gpt-2"], vocab=50_304)
@@ -677,7 +679,7 @@ print("Llama 3 405B", tp.feasible_degrees(PRESETS["llama-3-405b"]))
 
 # %% [markdown]
 # GPT-2's vocabulary is $50257 = 29 \cdot 1733$, so it is padded with entries that no token uses.
-# Any other degree raises an error before a byte is sent:
+# Any other degree raises an error before anything is sent:
 
 # %% tags=["hide-input"]
 # Shows the error
@@ -698,11 +700,11 @@ else:
 # | model | addition | on $t$ ranks |
 # |---|---|---|
 # | Llama 3, Qwen3 | few heads of keys and values: 8, or 4 | with more ranks than such heads, several ranks hold the same head |
-# | Qwen3 | an RMSNorm of each head of queries and of keys; all heads share its weights | every rank holds the whole weights, but finds only a summand of their gradient |
-# | DeepSeek-V3 | keys and values of all heads computed from one *latent* | the matrix that computes the latent is whole, the matrices that compute heads from it are cut |
+# | Qwen3 | an RMSNorm of each head of queries and of keys; all heads share its weights | every rank holds the whole weights, but finds only a partial sum of their gradient |
+# | DeepSeek-V3 | keys and values of all heads computed from one *latent* | the matrix that computes the latent is whole on every rank, the matrices that compute heads from it are sharded |
 #
-# The solution is the same as for $x$: all ranks have the tensor, each uses it for its own heads and finds a summand of its gradient, and `copy_to` adds up the summands.
-# Weights that all heads share need `copy_to` as well. The plain version applies it, and then picks the heads of keys and values that the rank's queries use:
+# The solution is the same as for $x$: each rank finds a partial sum of the shared tensor's gradient, and `copy_to` adds up the partial sums.
+# Weights that all heads share need `copy_to` as well. The plain version applies `copy_to`, and then picks the heads of keys and values that the rank's queries use:
 
 # %%
 def plain_qwen(x_BSH, attention):
@@ -735,7 +737,7 @@ def plain_qwen(x_BSH, attention):
 
 
 # %% [markdown]
-# The cell has eight heads of queries and two of keys and values, on up to eight ranks. A head has 12 features: in newer models the number of heads times their size need not be $H$.
+# The cell's attention has eight heads of queries and two of keys and values, on up to eight ranks. A head has 12 features: in newer models the number of heads times their size need not be $H$.
 
 # %% tags=["hide-input"]
 # Compares output and gradients with the plain attention
@@ -772,16 +774,16 @@ for t in (2, 4, 8):
 
 # %% [markdown]
 # With more ranks than heads of keys and values, `shardlab.tensor_parallel` gives each rank one such head. Copies of a head start equal and get the same summed gradient, so they stay equal; the gradient norm counts each head once.
-# One all-reduce adds up the gradients of all heads, with zeros for the heads that a rank does not hold, so no further group is needed. vLLM copies the weights, too {cite}`vllm2026linear`; Megatron-LM cuts them within a head, and gathers keys and values before each rank picks its own {cite}`nvidia2026attention`.
+# One all-reduce adds up the gradients of all heads, with zeros for the heads that a rank does not hold, so no further group is needed. vLLM copies the weights, too {cite}`vllm2026linear`; Megatron-LM shards them within a head, and gathers keys and values before each rank picks its own {cite}`nvidia2026attention`.
 #
-# With a *latent* {cite}`deepseek2024v3` the region begins later. DeepSeek-V3 first multiplies $x$ by narrow matrices, which give 1,536 features a token for queries, 512 for keys and values, and 64 with the position. All 128 heads are computed from these.
-# Every rank computes the narrow products in full, as it does a norm. The latents enter the region, and the matrices that compute heads from them are cut:
+# With a *latent* {cite}`deepseek2024v3` the region begins later. DeepSeek-V3 first multiplies $x$ by narrow matrices, which give 1,536 features a token for queries, 512 for keys and values, and 64 for the keys' position. All 128 heads are computed from these.
+# Every rank computes the narrow products in full, like a norm. The latents enter the region, and the matrices that compute heads from them are sharded:
 
 # %%
 show.source(tp.shard_latent, tp.core._compress_and_enter)
 
 # %% [markdown]
-# The table compares both as whole models, the first with a window in every other layer, the second with experts:
+# The table compares two whole models with one process: the first, like Qwen3, has a window in every other layer; the second, like DeepSeek-V3, has experts:
 
 # %% tags=["hide-input"]
 # Table: both models compared with one process
@@ -835,7 +837,7 @@ head = [
 show.table(rows, head)
 
 # %% [markdown]
-# The next table gives the cost for the published shapes: the parameters that eight ranks do not divide, and the size of the region's input.
+# The next table gives the cost for the published shapes: a rank's parameters compared with an eighth of all, and the size of the region's input.
 
 # %% tags=["hide-input"]
 # Table: a layer's attention on one of eight ranks, by formula
@@ -863,17 +865,17 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# Two copies of each head increase a Qwen3 rank's attention weights by a tenth. A DeepSeek-V3 rank holds half as much again as an eighth, because each has the matrices that compute the latents.
+# Two copies of each head increase a Qwen3 rank's attention weights by a tenth. A DeepSeek-V3 rank holds one and a half times an eighth, because every rank has the matrices that compute the latents.
 # In return, backward all-reduces 2,112 numbers a token instead of 7,168. With [sequence parallelism](sequence_parallel.md), a rank computes the latents of its own tokens only, and the ranks gather latents.
 #
 # ## Vocabulary: embedding, logits, loss
 #
-# The largest matrix of GPT-2 is its *embedding*. It is cut by rows: a rank looks up the tokens whose rows it holds, and puts zeros for the others; the sum over the ranks is the whole output.
+# The largest matrix of GPT-2 is its *embedding*. It is sharded by rows: a rank looks up the tokens whose rows it holds, and puts zeros for the others; the sum over the ranks is the whole output.
 #
 # ![The vocabulary on two ranks, four of eight entries each. Left, the embedding: for tokens 5, 1, 7 and 2 each rank looks up those that it has and puts zeros for the others; an all-reduce adds the two. Right, the loss: each rank keeps its half of the logits, and three numbers for each token are reduced: the largest logit, the sum of the exponentials, and the target’s logit, which one rank has.](../figures/tensor_parallel_vocabulary.svg)
 #
-# The head is a column-parallel layer, so each rank computes the *logits* of its own vocabulary entries.
-# Gathering the logits would be expensive, and is not needed. With $V$ entries, logits $z_j$, and $j \in r$ for the entries of rank $r$, the loss of a token is
+# The output layer (the model's head) is column-parallel, so each rank computes the *logits* of its own vocabulary entries.
+# The logits need not be gathered. With $V$ entries, logits $z_j$, and $j \in r$ for the entries of rank $r$, the loss of a token is
 #
 # $$
 # \log \sum_{j=1}^{V} e^{z_j} - z_\text{target}
@@ -908,7 +910,7 @@ def plain_loss(logits_BSv, targets_BS):
 # %% [markdown]
 # Backward sends nothing. The gradient of a logit is its softmax, minus one for the target, and each rank can compute it for its own entries.
 # The plain loss wastes memory: it holds several tensors as large as the logits, the largest activation of a small model. `tp.vocab_parallel_loss` [holds one](#vocabulary-parallel-loss-with-one-tensor-of-the-logits-size).
-# Both losses and both embeddings equal one process's; gathering would send hundreds of times as many bytes.
+# Both losses and both embeddings equal one process's; gathering logits would send hundreds of times as many bytes.
 
 # %% tags=["hide-input"]
 # Table: both losses compared with one process, memory and bytes sent
@@ -981,7 +983,7 @@ show.table(
 #
 # ### Vocabulary-parallel loss with one tensor of the logits' size
 #
-# `_CrossEntropy` has a hand-written backward, which turns one tensor of the logits' size into the gradient in place.
+# `_CrossEntropy` has a hand-written backward, which turns its one tensor of the logits' size into the gradient in place.
 
 # %%
 show.source(tp.VocabEmbedding.forward, _CrossEntropy)
@@ -989,7 +991,7 @@ show.source(tp.VocabEmbedding.forward, _CrossEntropy)
 # %% [markdown]
 # ## The whole model
 #
-# `parallelize` cuts the whole GPT in place with these parts. Parameters keep their names, and the optimizer is created as usual.
+# `parallelize` shards the whole GPT in place with these layers. Parameters keep their names, and the optimizer is created as usual.
 
 # %%
 show.source(tp.parallelize)
@@ -1018,12 +1020,12 @@ weights = ranks.run(train_five_steps, 2, Config(seq=32, layers=2, heads=8, hidde
 print("tensors of a plain GPT:", len(weights))
 
 # %% [markdown]
-# The optimizer is torch's. AdamW is elementwise, so it computes the same on a shard as on the whole matrix.
+# AdamW is elementwise, so it computes the same on a shard as on the whole matrix.
 #
 # ### Comparison with one process over five steps
 #
-# The next cell trains one process and $t$ ranks on the same batches, and compares logits, gradients and weights.
-# The model "GPT-2's" has GELU, LayerNorm, biases and a tied head; "Llama's" has SwiGLU, RMSNorm, two heads of queries for each of keys and values, and no tied head.
+# The cell trains one process and $t$ ranks on the same batches, and compares logits, gradients and weights.
+# The model "GPT-2's" has GELU, LayerNorm, biases and a tied head; "Llama's" has SwiGLU, RMSNorm, two query heads for each key and value head, and no tied head.
 
 # %% tags=["hide-input"]
 # Table: largest differences from one process, on 2 and on 4 ranks
@@ -1100,14 +1102,14 @@ show.table(rows, ["model", "type", "logits", "gradients", "weights after 5 steps
 
 # %% [markdown]
 # Float64 has nine digits more than float32, and the differences shrink by nine digits, so they are rounding errors.
-# In [ZeRO](zero.md) and [Pipeline parallelism](pipeline.md) the difference is zero, because each product has the same operands. Here several ranks compute parts of a sum of products, so other intermediate results are rounded.
+# In [ZeRO](zero.md) and [Pipeline parallelism](pipeline.md) the difference is zero, because each product has the same operands. Here ranks compute partial sums, so other intermediate results are rounded.
 # The [tests](../tests/test_tensor_parallel.py) do the same for one rank, 16-bit weights, recomputation and clipping.
 #
 # ## What it costs
 #
 # ### Memory
 #
-# LayerNorms and the biases that are added after sums are whole on every rank; everything else of the model's states is divided by $t$.
+# LayerNorms and the biases that are added after sums are whole on every rank; all other model states are divided by $t$.
 # The cell measures the states after a step, and the tensors that forward saves for backward.
 
 # %% tags=["hide-input"]
@@ -1151,19 +1153,19 @@ show.table(rows, head, caption="On each rank, float32")
 
 
 # %% [markdown]
-# States are predicted to the byte. The undivided parameters are less than one percent, and less still in larger models.
+# States are predicted to the byte. Parameters that ranks hold whole are less than one percent, and less still in larger models.
 #
 # `````{admonition} Checked: "on t ranks everything takes a t-th of the memory"
 # :class: checked
 #
-# Activations do not. They are divided inside the two regions; outside, every rank keeps the whole *residual stream* for LayerNorms and residual additions.
+# Activations take more. They are divided inside the two regions; outside, every rank keeps the whole *residual stream* for LayerNorms and residual additions.
 # Each block keeps $x + y/t$ bytes, and $x$ does not shrink with $t$: each of four ranks holds 43 % of one process's activations, not 25 %.
 # The next lesson, [Sequence parallelism](sequence_parallel.md), divides the rest.
 # `````
 #
 # ### Messages and bytes
 #
-# A step has two all-reduces forward and two backward for each block, one after the embedding, and one in the head's backward. Each sums the residual stream, $b \cdot s \cdot h$ elements. The loss has two small ones.
+# A step has two all-reduces forward and two backward for each block, one after the embedding, and one in the output layer's backward. Each sums $bsh$ elements. The loss has two small all-reduces.
 
 # %% tags=["hide-input"]
 # Table: all-reduces and bytes of a step, predicted and counted
@@ -1210,7 +1212,7 @@ show.table(
 # Ranks also wait for each all-reduce, because the next product *needs* the sum. [Hide the messages](#hide-the-messages-overlap-with-computation) overlaps some of them with other work.
 #
 # (tp-node)=
-# ### How far to cut: one fast domain
+# ### How many ranks: one fast domain
 #
 # Bandwidth limits $t$. In forward, a rank computes about $24h^2/t$ floating-point operations of a block for each token, and sends $2 \cdot 2\frac{t-1}{t}h$ elements.
 # Without overlap, the ratio of waiting to computing is
@@ -1220,7 +1222,7 @@ show.table(
 # $$
 #
 # with $e$ bytes for an element, $c$ operations per second, and $\beta$ seconds per byte. The ratio grows with $t$ and with the GPU's speed, and falls with $h$; batch and sequence length do not matter.
-# The table assumes 16-bit elements, 400 TFLOP/s, and two links: 450 GB/s each way (NVLink switch) and 50 GB/s (network card). Replace these by your own numbers.
+# The table assumes 16-bit elements, 400 TFLOP/s, and two links: 450 GB/s each way (NVLink switch) and 50 GB/s (network card).
 
 # %% tags=["hide-input"]
 # Table: the fraction of forward that waits, by formula
@@ -1237,18 +1239,18 @@ show.table(
 )
 
 # %% [markdown]
-# So $t$ should not exceed the number of GPUs on one fast switch. For years that was a machine of eight GPUs, and "at most 8" became a rule of thumb {cite}`narayanan2021megatron`.
+# So $t$ should not exceed the number of GPUs on one fast switch. For years such a switch joined the eight GPUs of one machine, and "at most 8" became a rule of thumb {cite}`narayanan2021megatron`.
 # This is a limit of the fast domain, not of tensor parallelism: in a GB200 NVL72, 72 GPUs share one NVLink switch system, with 900 GB/s each way for each GPU {cite}`nvidia2024nvl72`, so $t$ can be 16 or 32. There, the limits are the formula's $t/h$, the number of heads, and thin matrix products, which compute less efficiently ([One matrix product on many GPUs](gemm.md)).
-# For more GPUs, combine it with [pipeline](pipeline.md) and [data parallelism](data_parallel.md).
+# For more GPUs, combine tensor parallelism with [pipeline](pipeline.md) and [data parallelism](data_parallel.md).
 #
 # ## Hide the messages: overlap with computation
 #
 # (tp-backward)=
-# ### Hide backward's half
+# ### Overlap in backward
 #
 # Earlier layers wait for the gradient of $X$, but only the optimizer needs the gradients of the weights. So compute the gradient of $X$, start its all-reduce, and compute the weights' gradients meanwhile.
-# For this overlap, `copy_to` and all layers that use $X$ become one autograd function, as in Megatron-LM for one matrix. `parallelize` uses this function unless its `edges` have no `start_enter`.
-# In backward, `start_enter_backward` starts the sum, and `wait_dx()` waits for it; computation between the two overlaps with the message.
+# For this overlap, `copy_to` and all layers that use $X$ become one autograd function, as in Megatron-LM for one matrix. `parallelize` uses this function unless its argument `edges`, a region's operators, has no `start_enter`.
+# In backward, `start_enter_backward` starts the all-reduce, and `wait_dx()` waits for the sum; computation between the two overlaps with the message.
 
 # %%
 show.source(tp.SharedInput.take_output, _Columns.backward)
@@ -1256,10 +1258,10 @@ show.source(tp.SharedInput.take_output, _Columns.backward)
 # %% [markdown]
 # The plain model calls the layers of queries, keys and values one by one. The first call with an $x$ computes all three, and the other two calls return the stored outputs.
 #
-# The next cell measures steps over an emulated link of 0.4 Gbit/s, with and without overlap, and predicts their time from $\alpha + \beta S$ of each message.
-# The prediction must not add these seconds to a step on loopback (second row): that step already contains the time to copy messages and to wait for other ranks, which on a slower link overlaps with the link's time.
-# It adds them to a step with operators that send nothing: the results are wrong, but the products are the same.
-# A message overlaps at most with the weights' gradients of a region's first layers: 7/12 of a third of the products.
+# The next cell measures steps over an emulated link of 0.4 Gbit/s, with and without overlap.
+# The prediction adds the messages' time, $\alpha + \beta S$ for $S$ bytes, to a step whose operators send nothing (first row): its results are wrong, but it computes the same products.
+# A step on loopback (second row) already contains the time to copy messages and to wait for other ranks, which on a slower link overlaps with the link's time.
+# A message overlaps at most with the weights' gradients of a region's first layers. These layers have $7h^2$ of a block's $12h^2$ weights (queries, keys, values and `up`), and weights' gradients are a third of the products: together 7/12 of a third.
 
 # %% tags=["hide-input", "measured"]
 # Table: steps over a wire, predicted by computing and α + β S
@@ -1322,9 +1324,9 @@ show.table(
 
 # %% [markdown]
 # (tp-forward)=
-# ### Hide forward's half
+# ### Overlap in forward
 #
-# In forward there are no weights' gradients to overlap with. But the product can be split by tokens: while some tokens' sum is sent, the next tokens are multiplied:
+# In forward there are no weights' gradients to overlap with. But the product can be split by tokens: while the partial sums of some tokens are all-reduced, those of the next tokens are computed:
 
 # %%
 def row_in_pieces(x_Ti, w_iO, pieces, group):
@@ -1376,18 +1378,18 @@ print(
 
 
 # %% [markdown]
-# With 8 pieces, at best 7/8 of the shorter of the two, product or message, is hidden. The measured value is lower because copying and adding on loopback use the same two cores.
+# With 8 pieces, at best 7/8 of the shorter time, the product's or the message's, is hidden. The measured value is lower because copying and adding on loopback use the same two cores.
 # Pieces must stay large: each is a message with its own $\alpha$, and a thinner, less efficient product.
 #
 # This is *asynchronous tensor parallelism*. With [Sequence parallelism](sequence_parallel.md), its all-gather and reduce-scatter are split in this way, too.
 # PyTorch's report of 2024, with torchtitan, gives a forward up to 29 % faster for a Llama 3 of 7B and 20 % for 70B, and a whole step about 8 % faster {cite}`wang2024asynctp`; we have not measured this.
-# In torch 2.13 it is a compiler pass for CUDA (`torch._inductor.config._micro_pipeline_tp`, off by default). Our `parallelize` does not do it.
+# In torch 2.13 it is a compiler pass for CUDA (`torch._inductor.config._micro_pipeline_tp`, off by default). Our `parallelize` does not split products.
 #
 # (tp-dtensor)=
 # ## Comparison with PyTorch's parallelize_module
 #
-# `parallelize_module` takes a plan: module names, or patterns, and how each is cut. Weights become `DTensor`s, which store how they are cut, and each operation on them decides what to send.
-# This plan does the same as [`shard_attention` and `shard_ffn`](#attention-cut-by-heads), with `PrepareModuleInput` in the role of `SharedInput`:
+# `parallelize_module` takes a plan: module names, or patterns, and how each is sharded. Weights become `DTensor`s, which store how they are sharded, and each operation on them decides what to send.
+# This plan does the same as [`shard_attention` and `shard_ffn`](#attention-sharded-by-heads), with `PrepareModuleInput` in the role of `SharedInput`:
 
 # %%
 def parallelize_by_torch(model, group, enter_once=True):
@@ -1417,7 +1419,7 @@ def torch_step(model, step):
 
 
 # %% [markdown]
-# Both train for five steps; the last row is a common form of the plan, without `PrepareModuleInput`.
+# Our model and DTensor's train for five steps; the last row is a common form of the plan, without `PrepareModuleInput`.
 
 # %% tags=["hide-input"]
 # Table: losses, weights, all-reduces and dispatches of both
@@ -1481,7 +1483,7 @@ show.table(list(zip(ways, calls, dispatched, strict=True)), head)
 # %% [markdown]
 # The results are equal. Without `PrepareModuleInput`, queries, keys and values each all-reduce a gradient of $x$: two more all-reduces of full size for each block.
 #
-# DTensor costs time: it has to look up a rule for each operation, and to wrap the result. The next cell measures steps of both, in turn.
+# DTensor costs time: it has to look up a rule for each operation, and to wrap the result.
 
 # %% tags=["hide-input", "measured"]
 # Measures a step of ours and of DTensor's
@@ -1517,7 +1519,7 @@ print(f"ours / DTensor, median of the ratios: {ratio:.2f}")
 
 # %% [markdown]
 # This cost is per operation, not per byte: it is negligible in large layers, and on a GPU the dispatch runs ahead of kernels that are long enough.
-# In return, FSDP2, checkpoints and clipping can read from a DTensor how it is cut. [The benchmark](../benchmarks/tensor_parallel.py) measures with more care.
+# In return, FSDP2, checkpoints and clipping can read from a DTensor how it is sharded. [The benchmark](../benchmarks/tensor_parallel.py) measures with more care.
 #
 # | here | PyTorch | Megatron-LM |
 # |---|---|---|
@@ -1614,13 +1616,13 @@ show.figure(
 
 # %% [markdown]
 # The wrong model trains, too. Without the right curve to compare, you would blame the learning rate.
-# Each rank's gradients lack the summand of the other rank. So the parameters that both hold whole (LayerNorms, biases added after sums) drift apart. They must stay bitwise equal, which `compare_replicated` tests.
+# Each rank's gradients lack the other rank's partial sum. So the parameters that both hold whole (LayerNorms, biases added after sums) drift apart. They must stay bitwise equal, which `compare_replicated` tests.
 # The checker of [Tensor types](tensor_types.md) finds the wrong line before the program runs.
 #
 # ### Dropout: seeds inside and outside the regions
 #
 # Dropout needs two kinds of masks. Between the regions all ranks hold the same activations, and have to drop the same ones. Within attention ranks hold different heads, and have to drop independently.
-# So one seed for all ranks is wrong, and so is a different seed for each rank. The cell makes both mistakes:
+# So one seed for all ranks is wrong, and so is a different seed for each rank.
 
 # %% tags=["hide-input"]
 # Makes both mistakes: a seed for each rank outside, one inside
@@ -1673,10 +1675,10 @@ print(f"of two heads of one rank: {100 * own:.0f} % of one mask is the other's")
 assert fraction == 1.0
 
 # %% [markdown]
-# Two independent masks agree in 82 % of their entries, $0.9^2 + 0.1^2$, as those of one rank's heads do. With one seed, the masks of two ranks agree everywhere: heads drop in pairs.
+# Two independent masks agree in 82 % of their entries, $0.9^2 + 0.1^2$, as the masks of one rank's heads do. With one seed, the masks of two ranks agree everywhere, so pairs of heads drop the same entries.
 #
-# The loss does not show the other mistake, a seed for each rank outside, because dropout is noisy anyway. But the ranks no longer hold the same residual stream: they multiply different $X$ by parts of one matrix, so the sum is wrong.
-# `parallelize` does the same as Megatron: inside attention each rank uses its own seed, and afterwards restores the generator:
+# The loss does not show the other mistake, a seed for each rank between the regions, because dropout is noisy anyway. But the ranks no longer hold the same residual stream: they multiply different $X$ by shards of one matrix, so the sum is wrong.
+# Like Megatron, `parallelize` gives each rank its own seed inside attention, and restores the generator afterwards:
 
 # %%
 show.source(own_seed)
@@ -1685,7 +1687,7 @@ show.source(own_seed)
 # %% [markdown]
 # ### Initialisation of shards
 #
-# It looks wasteful to draw a whole matrix and keep a shard, so each rank creates its layers with the small shapes.
+# It looks wasteful to draw a whole matrix and keep a shard, so people let each rank create its layers with the shards' shapes.
 #
 # (tp-shards)=
 # `````{admonition} Checked: "each rank can initialise its own shard"
@@ -1761,7 +1763,7 @@ assert torch.equal(*shards)
 
 
 # %% [markdown]
-# So draw each matrix whole, from one seed, and keep your part. If the model fits on no rank, draw it matrix by matrix: `tp.initialize_shards` gives each shard the numbers that one process would draw.
+# So draw each matrix whole, from one seed, and keep the rank's shard. If the model fits on no rank, draw it matrix by matrix: `tp.initialize_shards` gives each shard the numbers that one process would draw.
 
 # %%
 def initialize_on_meta():
@@ -1776,7 +1778,7 @@ def initialize_on_meta():
 
 
 # %% [markdown]
-# `tp.full_state_dict` gathers the shards into the state of one process. `tp.load_full_state_dict` loads such a state into shards again, on any number of ranks:
+# `tp.full_state_dict` gathers the shards into one process's state dict. `tp.load_full_state_dict` loads it into shards again, on any number of ranks:
 
 # %% tags=["hide-input"]
 # Compares both with one process's numbers, bit for bit
@@ -1806,8 +1808,8 @@ print(f"{len(state)} tensors trained on 4 ranks, loaded on 1 and on 2: the same 
 # ### Different batches or gradient norms on the ranks
 #
 # All ranks of a tensor group need *the same* batch. A sampler that chooses batches by global rank gives them different batches; then the embedding adds up rows of different tokens, and the loss is wrong.
-# Choose the batch by the index of the group, not of the rank.
-# torch's `clip_grad_norm_` computes the norm of a rank's own gradients only. So each rank scales by a different factor, and whole parameters drift apart. `tp.clip_grad_norm_` sums the squares of cut gradients over the ranks, and counts whole gradients once.
+# Choose the batch by the index of the tensor group, not of the rank.
+# torch's `clip_grad_norm_` computes the norm of a rank's own gradients only. So each rank scales by a different factor, and whole parameters drift apart. `tp.clip_grad_norm_` sums the squares of sharded gradients over the ranks, and counts whole gradients once.
 
 # %% tags=["hide-input"]
 # Measures the norm: one process's, the module's, torch's by rank
@@ -1838,7 +1840,7 @@ print(f"torch's {first:.3f} on rank 0 and {second:.3f} on rank 1")
 # | for | against |
 # |---|---|
 # | Divides weights, gradients, optimizer states *and* the work of one block by $t$, so even a single sequence gets faster | Has two all-reduces forward and two backward for each block, which overlap only in part |
-# | Divides the activations inside attention and feed-forward network, and the logits | Leaves the residual stream whole: 4 ranks above hold 43 % of the activations each |
+# | Divides the activations inside attention and feed-forward network, and the logits | Leaves the residual stream whole: above, each of 4 ranks holds 43 % of the activations |
 # | Needs no larger batch, unlike data parallelism, and has no bubble, unlike a pipeline | Sends more than data parallelism above $3h$ tokens in a step |
 # | Equals one process, but for rounding | $t$ must divide heads, widths and vocabulary; heads of keys and values are copied if there are fewer than ranks |
 # | | Needs fast links: one machine, or one NVLink domain |
@@ -1849,13 +1851,10 @@ print(f"torch's {first:.3f} on rank 0 and {second:.3f} on rank 1")
 # :class: note
 #
 # On this page, results and byte counts are exact; seconds are those of ranks that share a machine, or of an emulated link.
-# Two linked GPUs would show the deciding ratio: the time of a layer's four all-reduces compared with products of half the size,
-# over NVLink and, where you can choose, over PCIe.
+# Two GPUs would show the deciding ratio: the time of a layer's four all-reduces compared with products of half the size, over NVLink and, where you can choose, over PCIe.
 # ```
 #
 # ## Exercises
-#
-# Each exercise has a check, which runs your answer on real ranks where it needs them.
 #
 # ```{exercise-start} Bytes of a rank (easy)
 # :label: ex-tp-bytes
@@ -1888,7 +1887,7 @@ check(answer, "tp_bytes")
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} Cut it (easy)
+# ```{exercise-start} Shards of a feed-forward network (easy)
 # :label: ex-tp-shards
 # ```
 #
@@ -1911,7 +1910,7 @@ check(my_ffn_shards)
 # :class: dropdown
 # ```
 #
-# A column of $W_1$ is a row of `up.weight`. Both matrices are cut along F, dimension 0 of the one and 1 of the other.
+# A column of $W_1$ is a row of `up.weight`. Both matrices are sharded along F: dimension 0 of `up`, 1 of `down`.
 
 # %%
 def my_ffn_shards(up_FH, up_bias_F, down_HF, rank, size):
@@ -1930,7 +1929,7 @@ check(my_ffn_shards)
 # :label: ex-tp-order
 # ```
 #
-# A feed-forward network with SwiGLU has two matrices, `up` and `gate`, from $h$ to the inner width $4h$, and `down` back to $h$. Cut them in the wrong order: `up` and `gate` by rows, `down` by columns. Every rank starts with all of $X$, and needs all of $Y$ at the end.
+# A feed-forward network with SwiGLU has two matrices, `up` and `gate`, from $h$ to the inner width $4h$, and `down` back to $h$. Shard them in the wrong order: `up` and `gate` by rows, `down` by columns. Every rank starts with all of $X$, and needs all of $Y$ at the end.
 # With ring collectives, what is the ratio of the bytes that a rank sends in forward to those of the right order?
 
 # %%
@@ -1946,7 +1945,7 @@ check(answer, "tp_other_order")
 # :class: dropdown
 # ```
 #
-# SiLU and the elementwise product need whole sums, not summands: both inner tensors need an all-reduce of width $4h$, and $Y$ an all-gather of width $h$. The right order has one all-reduce of width $h$. An all-reduce sends twice the bytes of an all-gather.
+# SiLU and the elementwise product need whole sums, not partial sums: both inner tensors need an all-reduce of width $4h$, and $Y$ an all-gather of width $h$. The right order has one all-reduce of width $h$. An all-reduce sends twice the bytes of an all-gather.
 
 # %%
 answer = (2 * 2 * 4 + 1) / 2
@@ -1957,7 +1956,7 @@ check(answer, "tp_other_order")
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} A gate and a bias, for training (medium)
+# ```{exercise-start} A trainable SwiGLU with a bias (medium)
 # :label: ex-tp-gated
 # ```
 #
@@ -2004,7 +2003,7 @@ check(my_gated_ffn)
 #
 # A model has $a$ = `heads` heads of queries and $k$ = `kv_heads` of keys and values; query head $i$ uses key and value head $\lfloor i \cdot k / a \rfloor$. Ranks hold consecutive query heads. If there are more ranks than `kv_heads`, several ranks hold the same head of keys and values.
 # Return two lists for `rank` of `size`: the heads of keys and values that it holds, and all ranks that hold the same heads, itself included, over which their gradients have to be summed.
-# `size` divides `heads`, and of `size` and `kv_heads` one divides the other.
+# `size` divides `heads`, and one of `size` and `kv_heads` divides the other.
 
 # %%
 def my_kv_heads(heads, kv_heads, rank, size):
@@ -2023,7 +2022,7 @@ check(my_kv_heads)
 # :class: dropdown
 # ```
 #
-# A rank's first and last query heads determine its heads of keys and values. Each copy of such a head is used by its own rank's queries only, so its gradient is a summand, and is all-reduced over the copies alone.
+# A rank's first and last query heads determine its heads of keys and values. Each copy of such a head is used by its own rank's queries only, so its gradient is a partial sum, and is all-reduced over the copies alone.
 
 # %%
 def my_kv_heads(heads, kv_heads, rank, size):
@@ -2041,7 +2040,7 @@ check(my_kv_heads)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} The likeliest token (hard)
+# ```{exercise-start} The likeliest token from sharded logits (hard)
 # :label: ex-tp-greedy
 # ```
 #
@@ -2085,11 +2084,11 @@ check(my_greedy)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} Which degree? (design)
+# ```{exercise-start} The smallest degree that fits (design)
 # :label: ex-tp-degree
 # ```
 #
-# Return the smallest $t$, from 1 to `node` (the GPUs that share a fast link), that divides the model (`config.heads`, `key_value_heads`, `ffn_width`, `vocab`) and whose `memory.estimate_step(config, Layout(tp=t), device="gpu").peak` is at most `limit` bytes; `None` if there is none.
+# Return the smallest $t$, from 1 to `node` (the GPUs that share a fast link), that divides `config.heads`, `key_value_heads`, `ffn_width` and `vocab`, and whose `memory.estimate_step(config, Layout(tp=t), device="gpu").peak` is at most `limit` bytes; `None` if there is none.
 
 # %%
 def my_degree(config, limit, node):
@@ -2129,17 +2128,17 @@ check(my_degree)
 #
 # ## Summary
 #
-# - Cut the first matrix by columns and the second by rows: nothing is sent in between, and one all-reduce follows. Other orders send two and a half to four and a half times as much.
+# - Shard the first matrix by columns and the second by rows: nothing is sent in between, and one all-reduce follows. Other orders send two and a half to four and a half times as much.
 # - `copy_to` and `reduce_from` make the gradients right; without `copy_to` the model trains with wrong gradients, and no error is raised.
-# - Attention is cut by heads instead of columns. Whatever every rank uses for its own heads ($x$, a latent or weights) enters by `copy_to`. Embedding, logits and loss are cut by vocabulary; ranks exchange three numbers for each token instead of the logits.
-# - Biases that are added after a sum are whole, and added once; all shards are cut from one initialisation.
+# - Attention is sharded by heads instead of columns. Tensors that every rank uses for its own heads ($x$, a latent, shared weights) enter by `copy_to`. Embedding, logits and loss are sharded by vocabulary; ranks exchange three numbers for each token instead of the logits.
+# - Biases that are added after a sum are whole, and added once; all shards come from one initialisation.
 # - Each of $t$ ranks holds a $t$-th of the states, but more than a $t$-th of the activations: the residual stream stays whole.
 # - A block needs four all-reduces of $bsh$ elements in a step. Those of backward can overlap with the weights' gradients, those of forward with other tokens' products; stay within one fast domain all the same.
 # - Test that parameters which all ranks hold whole stay bitwise equal.
 #
 # ## Further reading
 #
-# - {cite:t}`shoeybi2019megatron`: the cuts, the two operators and the vocabulary-parallel loss, in section 3.
+# - {cite:t}`shoeybi2019megatron`: the sharding, the two operators and the vocabulary-parallel loss, in section 3.
 # - {cite:t}`narayanan2021megatron`: tensor, pipeline and data parallelism combined, and why $t$ stays within a machine.
 # - {cite:t}`korthikanti2022recomputation`: the activations that this lesson leaves whole, counted and then divided.
 # - {cite:t}`wang2024asynctp`: overlapping forward's messages, and the difficulties.

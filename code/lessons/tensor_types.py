@@ -21,7 +21,7 @@
 # - name the type of every tensor in a parallel program (how the ranks' copies are related), and the type of its gradient;
 # - test numerically whether an operator's backward matches its forward;
 # - write a checker that follows these types through forward, backward and the optimizer's step;
-# - check your own parallel model in one call, on a laptop, and name the mistakes that no such check sees.
+# - check your own parallel model in one call, on a laptop, and name the mistakes that this check cannot find.
 #
 # You need `copy_to` and `reduce_from` from [Tensor parallelism](tensor_parallel.md).
 
@@ -82,7 +82,7 @@ def relative_error(found, wanted):
 # %% [markdown]
 # ## Two programs with equal outputs and different gradients
 #
-# Both programs compute a feed-forward network on two ranks, cut as in [Tensor parallelism](tensor_parallel.md): the first matrix by columns, the second by rows.
+# Both programs compute a feed-forward network on two ranks, sharded as in [Tensor parallelism](tensor_parallel.md): the first matrix by columns, the second by rows.
 
 # %%
 def first(x, up, up_bias, down, bias, group):
@@ -129,22 +129,26 @@ assert OFF[first][1] < 1e-14 and 0.96 < OFF[second][1] < 0.97
 
 # %% [markdown]
 # Same output, same loss, and a gradient that is off by 97 %.
-# No test of the forward pass distinguishes the two. No line of the second program alone is wrong, either: the mistake is to multiply `x` by `up` without `copy_to`.
-# This lesson gives tensors types that make the mistake visible, and a checker of some 240 lines that reads these types.
+# No test of the forward pass distinguishes the two programs.
+# No single line of the second program is wrong, either: the mistake is to multiply `x` by `up` without `copy_to`.
+# This lesson gives every tensor a type, and builds a checker of some 240 lines that finds such mistakes by these types.
 #
 # ## Four types: I, R, V and P
 #
-# A tensor's type says whether the tensor is the same on all ranks of a group, and whether its *gradient* is.
+# A tensor's type says whether the tensor and its *gradient* are the same on all ranks of a group.
 #
 # ![The four types, on two ranks. I: both hold 3, and both hold the gradient, 5. R: both hold 3; their gradients are 2 and 3, addends of 5. V: they hold 3 and 4, with gradients 5 and 6. P: they hold 1 and 2, addends of 3, and both hold the gradient, 5.](../figures/tensor_types_kinds.svg)
 #
-# - **I**, invariant: all ranks hold the tensor, and use it in the same way, so each rank finds the whole gradient. The residual stream between the cut parts is I, and so are norms' weights.
-# - **R**, replicated: all ranks hold the tensor, but each uses it differently, so each rank finds a summand of the gradient. The input of a cut part is R, and with data parallelism all weights are.
-# - **V**, varying: each rank has a different tensor. A cut matrix is V, and so is a rank's share of the batch.
-# - **P**, partial: each rank has a summand of a sum that is not computed yet, such as the output of a row-cut matrix.
+# - **I**, invariant: all ranks hold the same tensor and use it in the same way, so each rank computes the full gradient.
+#   In tensor parallelism the residual stream is I, and so are norms' weights.
+# - **R**, replicated: all ranks hold the same tensor, but each uses it differently, so each rank computes a partial sum of the gradient.
+#   The input of a column-parallel matrix is R, and in data parallelism all weights are.
+# - **V**, varying: each rank has a different tensor. A sharded matrix is V, and so is a rank's share of the batch.
+# - **P**, partial: each rank has a partial sum (summand), not reduced yet, such as the output of a row-parallel matrix.
 #
 # I and R hold the same numbers in forward. They differ only in their gradients, so no output shows the difference.
-# PyTorch's DTensor has three placements, Replicate, Shard and Partial: R, V and P. The names are those of Meta's `spmd_types`, with which [we compare](#metas-library-spmd_types) later.
+# PyTorch's DTensor has three placements, Replicate, Shard and Partial: R, V and P.
+# The letters are those of Meta's library `spmd_types`, which [a later section](#metas-library-spmd_types) compares with ours.
 #
 # A gradient has a type as well, the dual of the tensor's type: I for I, V for V, P for R, and R for P.
 
@@ -152,7 +156,7 @@ assert OFF[first][1] < 1e-14 and 0.96 < OFF[second][1] < 0.97
 print(tt.GRADIENT_TYPES)
 
 # %% [markdown]
-# Now read the types of the network.
+# The types in the network:
 #
 # ![A feed-forward network, by types. Above, as it should be: x is I, f makes it R; the product with the cut W₁ is V, GELU leaves it V, the product with the cut W₂ is V and is meant as P, g makes the sum, I, and the bias, which is I, is added. Gradients go back with the dual types: I, R, V, V, P, I. Below, without f: x is I and is multiplied by W₁, which is V. There the checker stops.](../figures/tensor_types_chain.svg)
 #
@@ -162,7 +166,7 @@ print(tt.GRADIENT_TYPES)
 # ## A checker in twenty lines
 #
 # An operator that communicates has a *signature*: the types of its input and its result. All other operations follow one rule: equal types can be combined, and R can be combined with V.
-# P must be summed before anything is computed with it, and I can be combined only with I.
+# P must be reduced before any other operation, and I can be combined only with I.
 
 # %%
 SENDS = {"f": ("I", "R"), "g": ("P", "I")}
@@ -193,10 +197,10 @@ def follow(program, type_="I"):
 
 
 # %% [markdown]
-# V may be declared to be P, as in the product with the cut $W_2$: only the author knows whether the ranks' different numbers are summands.
+# An operator that expects P also accepts V, as in the product with the sharded $W_2$: only the author knows whether the ranks' different numbers are partial sums.
 #
 # To test this checker, the next cell checks seven programs. Two real ranks also run each program with random numbers, and finite differences show which gradients are wrong.
-# A step `I`, `R` or `V` is a product with a parameter of this type.
+# In *steps*, `I`, `R` or `V` is a product with a parameter of this type.
 
 # %% tags=["hide-input"]
 # Table: seven programs, the plain checker and finite differences
@@ -239,7 +243,7 @@ def find_wrong_gradients(chosen):
     return found
 
 
-# There, "*V" is a product, and the last g is always made.
+# random_programs writes a product as "*V", and appends the last g.
 steps = [
     tuple(s if s in SENDS else f"*{s}" for s in text.split()[:-1])
     for text in SEVEN.values()
@@ -261,25 +265,28 @@ show.table(
 # %% [markdown]
 # The checker computes no numbers, but each verdict agrees with finite differences.
 #
-# This plain version leaves out: real PyTorch programs; more than one group; sums, products and views of P; tensors that need no gradient; backward and the optimizer's step; and a test whether the signatures of $f$ and $g$ are right.
+# This plain version does not handle real PyTorch programs; more than one group; sums, products and views of P; tensors that need no gradient; backward and the optimizer's step.
+# It does not test the signatures of $f$ and $g$, either.
 #
 # ## Numeric test of a signature: the adjoint
 #
-# Signatures can be tested. An operator over ranks is a linear map $A$ of all tensors that the ranks hold, and its backward has to be the adjoint $A^{\!\top}$. Then, for any $x$ and $dy$,
+# Signatures can be tested.
+# An operator that communicates is a linear map $A$ of the tensors of all ranks, and its backward has to be the adjoint $A^{\!\top}$.
+# Then, for any $x$ and $dy$,
 #
 # $$
 # \langle A x,\, dy\rangle = \langle x,\, A^{\!\top} dy\rangle ,
 # $$
 #
-# where a product counts a tensor of type I once, since all ranks hold a copy, and sums the other types over the ranks.
-# So draw $x$ and $dy$ according to their types, run forward and backward once, and compare the two products. In addition, I and R have to be equal on all ranks, and forward must not change the value that the ranks hold together.
+# where the product of tensors of type I counts once, since all ranks hold a copy, and products of other types are summed over the ranks.
+# So draw $x$ and $dy$ according to their types, run forward and backward once, and compare the two products. In addition, I and R have to be equal on all ranks, and forward must not change the global tensor: V concatenated, P summed.
 
 # %%
 show.source(adjoint.find_contradictions)
 
 
 # %% [markdown]
-# This test runs on each of the course's operators, the two of the [next lesson](sequence_parallel.md) included, with all sixteen signatures, and on an $f$ without the all-reduce in backward.
+# The next cells test the course's operators, including the two of the [next lesson](sequence_parallel.md), and an $f$ without the all-reduce in backward, against all sixteen signatures.
 
 # %%
 class ForgetfulCopy(torch.autograd.Function):
@@ -301,7 +308,7 @@ CANDIDATES = {
     "split_last": (tensor_parallel.split_last, -1),
     "enter, along the sequence": (SEQUENCE_SHARDED.enter_region, 1),
     "leave, along the sequence": (SEQUENCE_SHARDED.leave_region, 1),
-    "copy_to that forgets": (ForgetfulCopy.apply, -1),
+    "copy_to without its all-reduce": (ForgetfulCopy.apply, -1),
 }
 
 
@@ -318,10 +325,10 @@ def list_passing_signatures():
 
 
 # %% tags=["hide-input"]
-# Table: the signatures that the numbers leave, on two ranks
+# Table: the signatures that pass the numeric test, on two ranks
 left = ranks.run(list_passing_signatures, 2)[0]
 assert [len(pairs) for pairs in left.values()] == [1] * 6 + [4]
-assert "I -> R" not in left["copy_to that forgets"]
+assert "I -> R" not in left["copy_to without its all-reduce"]
 show.table(
     [(name, ", ".join(pairs)) for name, pairs in left.items()],
     ["operator", "signatures that pass"],
@@ -329,8 +336,6 @@ show.table(
 
 # %% [markdown]
 # Each of the six operators passes with exactly one signature. The $f$ without all-reduce is the identity, which passes with several signatures, but not with I → R.
-#
-# *Numbers test the signatures; signatures test the programs.*
 #
 # ## The checker for PyTorch programs: a TorchFunctionMode
 #
@@ -341,7 +346,9 @@ show.table(
 show.source(_ReduceFrom)
 
 # %% [markdown]
-# The rule for types has three additions to `combine`. P is allowed in sums of P, views, and products with R; `kind` says which of these a function is. Tensors without a gradient (tokens, masks, anything under `no_grad`) may be I or R as needed, since these differ only in the gradient. And a mismatch raises an error with the reason.
+# The rule for types has three additions to `combine`. P is allowed in sums of P, views, and products with R; `kind` says which of these a function is.
+# Tensors without a gradient (tokens, masks, anything under `no_grad`) may be I or R as needed, since these differ only in the gradient.
+# A mismatch raises an error with the reason.
 
 # %%
 show.source(core.combine_types, core.convert_type)
@@ -353,34 +360,38 @@ show.source(core.combine_types, core.convert_type)
 show.source(core.TypeChecker.__torch_function__, core.TypeChecker.infer_types)
 
 # %% [markdown]
-# On the axis of its group an operator's own signature counts; on all other axes it is an operation like any other.
+# An operator's signature applies on the axis of its group; on all other axes the rule for ordinary operations applies.
 
 # %%
 show.source(core.TypeChecker.combine_axes, core.TypeChecker.check_operator)
 
 # %% [markdown]
-# Some operators fuse several: `_Columns` computes queries, keys and values at once, and overlaps a message with their products. Its `forward_unfused` computes the same with plain operators, which the checker follows.
+# Some operators fuse several others: `_Columns` computes queries, keys and values at once, and overlaps a collective with their products.
+# Its `forward_unfused` computes the same with plain operators, which the checker follows.
 
 # %%
 show.source(_Columns.forward_unfused)
 
 # %% [markdown]
 # `dist.all_reduce` turns P into R, in place.
-# Autograd does not see plain collectives. If a gradient passes through an all-reduce, backward returns it unchanged, so the result is I; through any other plain collective, the checker refuses.
+# Autograd does not see plain collectives.
+# If an all-reduced tensor needs a gradient, backward passes the gradient on unchanged, so the result is I; the checker refuses any other plain collective of such a tensor.
 
 # %%
 show.source(core.TypeChecker.check_collective)
 
 # %% [markdown]
-# torch does not pass an autograd Function to a TorchFunctionMode. So Megatron's $f$ and the other operators are subclasses of `Operator`, whose `apply` calls the checker during a check. The result of any other Function is refused when it is used.
+# torch does not pass an autograd Function to a TorchFunctionMode.
+# So Megatron's $f$ and the other operators are subclasses of `Operator`, whose `apply` calls the checker during a check.
+# The checker refuses any operation on the result of another Function.
 
 # %%
 show.source(tt.Operator, core.check_types)
 
 
 # %% [markdown]
-# One call checks a step in a single process with fake groups, whose messages move nothing, so it needs neither a GPU nor a second rank.
-# `step` is called with a group for each axis. `declare_types` sets a tensor's type.
+# `check_step` checks a step in a single process with fake groups, whose messages move no data, so it needs neither a GPU nor a second rank.
+# It calls the step with a group for each axis. `declare_types` sets a tensor's type.
 
 # %%
 def step_network(network, tp):
@@ -403,7 +414,7 @@ for network in (first, second):
 # ## Test: 200 random programs and finite differences
 #
 # A checker that passes a wrong program is worse than none. So this cell draws 200 random programs from six operators that communicate, products and sums with parameters of all four types, and GELU.
-# The checker judges each. Then two real ranks run each of them and compare every parameter's gradient with finite differences.
+# The checker checks each program. Then two real ranks run it and compare every parameter's gradient with finite differences.
 
 # %%
 def find_type_errors(chosen):
@@ -427,26 +438,27 @@ rows = [
 show.table(rows, ["the checker", "gradients right", "some gradient wrong"])
 
 # %% [markdown]
-# None that passes is wrong. [The tests](../tests/test_tensor_types.py) repeat it with the first 60, and once a week with 1,500, of which 452 pass.
-# The checker also refuses programs with right gradients, as it should: for example, a program that sums equal tensors of all ranks computes $t$ times the value of one process, with the right gradient of this wrong value.
+# No program that passes has a wrong gradient.
+# [The tests](../tests/test_tensor_types.py) repeat this with the first 60, and once a week with 1,500, of which 452 pass.
+# The checker also refuses programs with right gradients, as it should: for example, a program that sums equal tensors of all ranks computes, on $t$ ranks, $t$ times the value of one process, with the right gradient of this wrong value.
 #
 # ## Through backward and the step
 #
-# The checker follows types beyond the loss.
-#
 # ![A step of data and tensor parallelism, by the types of a matrix on both axes, dp and tp. The matrix is R on dp and V on tp, the local loss V and I. It is said to be an addend of the joint loss: P and I. Backward gives the matrix a gradient with the dual types, P and V. The all-reduce over dp makes it R and V, which are the matrix's own types: the step may be taken. Without the all-reduce P is combined with R in the step.](../figures/tensor_types_step.svg)
 #
-# The loss of a rank's own batch is V on the data axis. You declare it P: a summand of the joint loss.
-# Backward may start from a loss of type I or P; from an R loss, every rank's gradient would be counted again.
+# The loss of a rank's own batch is V on the data axis. You declare it P: a partial sum of the joint loss.
+# Backward may start from a loss of type I or P; from an R loss, each gradient would be counted once for every rank.
 # Each parameter's gradient then gets the dual type of the parameter; the checker does not look at the operations of backward.
 
 # %%
 show.source(core.TypeChecker.check_backward, core.TypeChecker.set_gradient_types)
 
 # %% [markdown]
-# The code after backward is checked as before: an all-reduce turns P into R, clipping is an operation, and the optimizer's step must not combine mismatched types.
+# The code after backward is checked as before: an all-reduce turns P into R, clipping is an ordinary operation, and the optimizer's step must not combine mismatched types.
 #
-# Here is the course's own GPT on a data × tensor mesh of 2 × 2, with its own functions. `tensor_parallel.get_parameter_types(model)` returns V for parameters that are cut and I for whole ones. With the stream cut along the sequence, as in the [next lesson](sequence_parallel.md), norms see only a rank's own tokens, and whole parameters are R.
+# The next cell checks the course's own GPT on a data × tensor mesh of 2 × 2.
+# `tensor_parallel.get_parameter_types(model)` returns V for sharded parameters and I for replicated ones.
+# With the residual stream sharded along the sequence, as in the [next lesson](sequence_parallel.md), norms see only a rank's own tokens, so replicated parameters are R.
 
 # %%
 SMALL = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32, tied=False)
@@ -467,7 +479,7 @@ def step_on_mesh(dp, tp, edges=tensor_parallel.REPLICATED, after=reduce_and_clip
         tt.declare_types(torch.randint(64, (2, 16)), dp="V", tp="R") for _ in range(2)
     )
     value = tensor_parallel.vocab_parallel_loss(model(tokens), targets, tp)
-    tt.declare_types(value, dp="P").backward()  # an addend of the joint loss
+    tt.declare_types(value, dp="P").backward()  # a partial sum of the joint loss
     after(model, dp, tp)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -479,7 +491,7 @@ for edges in (tensor_parallel.REPLICATED, SEQUENCE_SHARDED):
 
 
 # %% [markdown]
-# The model needs no change but a signature for each operator. The next cell leaves out some steps:
+# The model needs only a signature for each operator. The next cell makes three mistakes after backward:
 
 # %%
 def skip_average(model, dp, tp):
@@ -507,13 +519,15 @@ for after, edges in (
 
 # %% [markdown]
 # torch's `clip_grad_norm_` computes the norm of a rank's own shards, which is V, and would scale I gradients by it.
-# The last is the mistake of [Sequence parallelism](sequence_parallel.md#gradients-of-norms-that-nobody-sums), where the loss curve looks right: the gradient of a norm's weight is still P when the step comes.
+# The last mistake is that of [Sequence parallelism](sequence_parallel.md#gradients-of-norms-that-nobody-sums), where the loss curve looks right: the gradient of a norm's weight is still P in the optimizer's step.
 #
 # ## Two published bugs
 #
-# In BigCode's fork of Megatron-LM all query heads share one head of keys and values. Each rank holds this head whole, and uses it with its own queries. The ranks' gradients for it were not added up, so a model had a validation loss of 3.74 instead of 2.64 (bigcode-project/Megatron-LM, issues 35 and 37).
-# The second was reported in September 2026 (NVIDIA/Megatron-LM, issue 7452, finding 11): a norm on each head, with one weight for all heads, inside the cut part.
-# This attention has both bugs, and the same operator fixes both: $f$ applied to the weight.
+# In BigCode's fork of Megatron-LM all query heads share one head of keys and values.
+# Each rank holds the full weights of this head, and uses them with its own queries.
+# The ranks' gradients of these weights were not summed, so a model had a validation loss of 3.74 instead of 2.64 (bigcode-project/Megatron-LM, issues 35 and 37).
+# The second bug was reported in September 2026 (NVIDIA/Megatron-LM, issue 7452, finding 11): a norm on each head, with one weight for all heads, inside the tensor-parallel attention.
+# The attention below can have both bugs. The same operator fixes both: $f$ applied to the weight.
 
 # %%
 def attention(x, queries, keys_values, scale, out, group, f_kv=copy_to, f_norm=copy_to):
@@ -609,7 +623,7 @@ show.table(
 # ## What it costs
 #
 # A check sends nothing, and holds no memory beyond the program's own. Its time grows with the number of operations, which is linear in the number of layers, so two small models predict all others.
-# The model determines the number of operators that communicate: two for each attention and each feed-forward network, one after the embedding, one before the head, and the loss: $4L + 3$.
+# A model with $L$ layers has $4L + 3$ operators that communicate: two for each attention and each feed-forward network, one after the embedding, one before the head, and the loss.
 
 # %%
 def step_one_axis(tp, layers):
@@ -646,9 +660,9 @@ show.table(rows, head)
 # The check takes some milliseconds for each layer:
 
 # %% tags=["hide-input", "measured"]
-# Table: milliseconds of a forward, plain and checked
+# Table: milliseconds of forward and backward, plain and checked
 def time_steps(layers, rounds=7):
-    """In a pretended rank: medians of a forward and backward, plain and followed."""
+    """Return median seconds of forward and backward on a fake group: plain, checked."""
     tp, found = dist.group.WORLD, []
     for followed in (False, True):
         took = []
@@ -672,7 +686,7 @@ for n in (2, 12):
         each < 200, "the check of a layer takes less than 200 ms"
     )  # some ten
     rows.append((n, f"{1e3 * plain:.0f}", f"{1e3 * followed:.0f}", f"{each:.0f}"))
-show.table(rows, ["layers", "plain (ms)", "followed (ms)", "check of a layer (ms)"])
+show.table(rows, ["layers", "plain (ms)", "checked (ms)", "check of a layer (ms)"])
 
 # %% [markdown]
 # Widths do not matter: layers of a 405B model have as many operations as these. So check a narrow model with the same code before every long run and in every commit's tests, but do not train under the checker.
@@ -681,14 +695,14 @@ show.table(rows, ["layers", "plain (ms)", "followed (ms)", "check of a layer (ms
 #
 # `spmd_types` by Meta (version 0.3.1 of October 2026, a beta under BSD licence) has the same four types, and its own operators. torchtitan uses it.
 # An autograd Function states its types to `spmd_types` in a hook; our `spmd_rules.attach_rule` makes this hook from our signatures.
-# Five hundred other random programs go to both checkers:
+# The next cell gives 500 other random programs to both checkers:
 
 # %%
 THERE = importlib.util.find_spec("spmd_types") is not None
 
 
 def check_with_both(chosen):
-    """In a pretended rank: for each program, whether ours and theirs pass it."""
+    """On a fake group: for each program, whether ours and theirs pass it."""
     warnings.filterwarnings(
         "ignore", category=FutureWarning
     )  # older names of collectives
@@ -735,12 +749,14 @@ made
 
 
 # %% [markdown]
-# `spmd_types` can do more. In its *global* mode V has a dimension, such as S(1), as in DTensor. So it derives that a product along a cut dimension is P, while ours relies on the author's declaration.
-# This network applies GELU to summands. If they are declared V, its gradients are right:
+# `spmd_types` can do more.
+# In its *global* mode V has a dimension, such as S(1), as in DTensor.
+# So it derives that a product along a sharded dimension is P, while ours relies on the author's declaration.
+# This network wrongly applies GELU to partial sums. Our checker follows them as V, and passes the network, since its gradients match its wrong output:
 
 # %%
 def gelu_of_addends(x, up_rows, tp):
-    """The first matrix by rows, and no sum in front of GELU."""
+    """Shard the first matrix by rows, and forget the sum before GELU."""
     return reduce_from(F.gelu(F.linear(tensor_parallel.split_last(x, tp), up_rows)), tp)
 
 
@@ -774,9 +790,10 @@ found = ranks.run_with_fake_group(step_theirs, 2) if THERE else "not installed h
 print("spmd_types:", found)
 
 # %% [markdown]
-# In that mode every operation needs a sharding rule: for the course's GPT on CPUs, we had to exclude attention, the masked embedding and the loss over a cut vocabulary. And the interface is not stable: in ten releases in seven months, functions were renamed three times.
-# Its local mode checks the same as ours; ours takes 0.5 to 0.8 times as long ([the benchmark](../benchmarks/tensor_types.py), two and twelve layers, on CPUs).
-# Comparing one step with one process also finds this mistake, since the *output* is wrong: **a comparison tests what forward computes, types test whether backward matches forward.**
+# In that mode every operation needs a sharding rule: for the course's GPT on CPUs, we had to exclude attention, the masked embedding and the loss over a sharded vocabulary.
+# The interface is not stable: in ten releases in seven months, functions were renamed three times.
+# Its local mode checks the same as our checker, which takes 0.5 to 0.8 times as long ([the benchmark](../benchmarks/tensor_types.py), two and twelve layers, on CPUs).
+# Comparing one step with one process also finds the GELU of partial sums, since the *output* is wrong: **a comparison tests what forward computes, types test whether backward matches forward.**
 #
 # ## What goes wrong
 #
@@ -936,7 +953,7 @@ for step, options in (
 
 
 # %% [markdown]
-# Types do not see factors or random numbers, and the checker does not test your declarations.
+# Factors and random numbers do not change types, and the checker does not test your declarations.
 
 # %%
 def start_apart(model, tp):
@@ -961,7 +978,7 @@ UNSEEN = {
 }
 
 # %% tags=["hide-input"]
-# Table: mistakes that pass, and what one step beside one process shows of them
+# Table: mistakes that pass the checker, compared with one process in one step
 rows = []
 for name, case in UNSEEN.items():
     value, gradient, verdict = measure_mistake(*case)
@@ -973,10 +990,10 @@ show.table(rows, ["mistake", "loss off (%)", "worst gradient off (%)", "the chec
 # %% [markdown]
 # Comparing one step with one process finds all four, if you compare gradients as well as the loss: the first has the right loss.
 #
-# ### Types that are believed
+# ### What the checker does not verify
 #
-# An operator that states I → R and forgets its all-reduce passes the checker; only [the numeric test](#numeric-test-of-a-signature-the-adjoint) finds it.
-# The checker does not follow hooks in backward, such as those of `DataParallel` and ZeRO. Declare the types of their results with `override_types`, and compare the hooks with one process, as their lessons do.
+# An operator with the signature I → R but without the all-reduce passes the checker; only [the numeric test](#numeric-test-of-a-signature-the-adjoint) finds it.
+# The checker does not follow hooks in backward, such as those of `DataParallel` and ZeRO. Declare the types of their results with `override_types`, and compare the program with one process, as their lessons do.
 # A check without a gradient does not test $f$, because without a gradient I and R are the same. The verdict says so:
 
 # %%
@@ -990,17 +1007,18 @@ print(tt.check_step(step_without_gradients, tp=2))
 
 
 # %% [markdown]
-# Messages between two ranks, as in a pipeline, have no type, because each rank runs a different program. Check the model without pipeline stages.
+# Point-to-point messages, as in a pipeline, have no type, because each rank runs a different program. Check the model without pipeline stages.
 #
 # ### Every mistake of this course
 #
-# Each lesson has a section "What goes wrong". This table shows which test finds each mistake.
-# Rows with numbers were run above: on two ranks compared with one process, and under the checker. The other rows rely on measurements in their lessons; programs that raise, hang or only take time have no numbers to compare. An empty cell means that the test does not apply. (The table of [Model parallelism](model_parallelism.md#what-goes-wrong-and-how-it-looks) uses these results.)
+# This table shows which test finds each mistake in the lessons' sections "What goes wrong".
+# Eleven mistakes were run above: on two ranks compared with one process, and under the checker.
+# The other rows rely on measurements in their lessons; programs that raise, hang or only take time have no numbers to compare. An empty cell means that the test does not apply. (The table of [Model parallelism](model_parallelism.md#what-goes-wrong-and-how-it-looks) uses these results.)
 
 # %% tags=["hide-input"]
 # The mistakes that were run: lesson, name, step and what is wrong with it
 def draw_equal_shards(model, tp):
-    """Each rank draws with one seed, in its small shapes: all have the first part."""
+    """All ranks draw shards from one seed: every rank gets the first shard."""
     full = dict(plain().named_parameters())
     for name, parameter, dim, _ in tensor_parallel.states.list_shards(model):
         if dim is not None:
@@ -1028,10 +1046,15 @@ RUN = [
         step_tensor_parallel,
         {"prepare": draw_equal_shards},
     ),
-    ("tensor_parallel", "a batch for each rank", step_tensor_parallel, {"roll": True}),
     (
         "tensor_parallel",
-        "a norm for each rank",
+        "a different batch on each rank",
+        step_tensor_parallel,
+        {"roll": True},
+    ),
+    (
+        "tensor_parallel",
+        "clipped by each rank's own norm",
         step_tensor_parallel,
         {"after": clip_own_norm},
     ),
@@ -1043,7 +1066,7 @@ RUN = [
     ),
     (
         "context_parallel",
-        "each rank a short text",
+        "each rank attends to its own part only",
         step_context_parallel,
         {"attention": None},
     ),
@@ -1055,7 +1078,7 @@ RUN = [
     ),
     (
         "data_parallel",
-        "gone round the wrapper",
+        "model.module called, not the wrapper",
         step_data_parallel,
         {"after": do_nothing},
     ),
@@ -1088,71 +1111,66 @@ assert (len(RUN), count_["right loss"], count_["found"], count_["both"]) == (
     7,
     6,
 )
-PASSES, NOT = "passes", "not followed"
+PASSES, NOT = "passes", "not checked"
+RANDOM, EQUAL = "nothing: masks are random", "nothing: all is right"
 rows += [
     (
         "tensor_parallel",
-        "dropout: seeds of ranks",
-        "no: random",
+        "dropout: wrong seeds on ranks",
+        RANDOM,
         PASSES,
-        "streams of two ranks",
+        "two ranks' masks",
     ),
-    ("sequence_parallel", "tokens that cannot be shared", "", "", "ValueError at once"),
+    ("sequence_parallel", "tokens not divisible by t", "", "", "ValueError at once"),
     ("context_parallel", "positions from 0", "gradients of queries: 56 %", PASSES, ""),
-    ("context_parallel", "all send first in a ring", "", "", "hangs, with nccl alone"),
-    ("context_parallel", "heads that cannot be shared", "", "", "ValueError at once"),
+    ("context_parallel", "all send first in a ring", "", "", "hangs only with nccl"),
+    ("context_parallel", "heads not divisible by ranks", "", "", "ValueError at once"),
     ("experts", "averaged over the wrong ranks", "gradients of experts", NOT, ""),
-    ("experts", "a rank skips the exchange", "", NOT, "hangs"),
-    ("experts", "all tokens to one expert", "no: all is right", NOT, "loads, watched"),
-    ("mesh", "a norm that counts numbers t times", "weights", PASSES, ""),
-    ("mesh", "twins that do not meet", "gradients of the twins", NOT, ""),
-    ("mesh", "copies of unequal batches weigh the same", "gradients", PASSES, ""),
-    ("mesh", "dropout: a seed for each rank", "no: random", PASSES, "masks, compared"),
-    (
-        "mesh",
-        "tensor groups across nodes",
-        "no: all is right",
-        PASSES,
-        "bytes, counted",
-    ),
-    ("data_parallel", "no_sync forgotten", "no: all is right", NOT, "bytes, counted"),
-    ("data_parallel", "device of the second node", "", "", "an error, or one full GPU"),
+    ("experts", "a rank skips the all-to-all", "", NOT, "hangs"),
+    ("experts", "all tokens to one expert", EQUAL, NOT, "experts' loads"),
+    ("mesh", "the norm counts elements t times", "weights", PASSES, ""),
+    ("mesh", "tied embedding: gradients not summed", "its gradients", NOT, ""),
+    ("mesh", "unequal batches weighted equally", "gradients", PASSES, ""),
+    ("mesh", "dropout: own seed on each rank", RANDOM, PASSES, "two ranks' masks"),
+    ("mesh", "tensor groups across nodes", EQUAL, PASSES, "bytes sent"),
+    ("data_parallel", "no_sync forgotten", EQUAL, NOT, "bytes sent"),
+    ("data_parallel", "GPU chosen by RANK", "", "", "an error, or one full GPU"),
     ("data_parallel", "a rank skips a bucket", "", NOT, "hangs"),
-    ("data_parallel", "ranks built other models", "", "", "ValueError at once"),
-    ("zero", "weights read outside forward", "no", NOT, "the value, looked at"),
+    ("data_parallel", "ranks built different models", "", "", "ValueError at once"),
+    ("zero", "weights read outside forward", "nothing", NOT, "values read"),
     ("zero", "optimizer built before sharding", "weights", NOT, ""),
     ("zero", "clipped by the shard's norm", "weights", PASSES, ""),
-    ("zero", "called on some ranks", "", NOT, "hangs"),
-    ("zero", "one shard saved as the model", "no", NOT, "loading it"),
-    ("pipeline", "two schedules", "", NOT, "hangs; validate"),
+    ("zero", "called on some ranks only", "", NOT, "hangs"),
+    ("zero", "one shard saved as the model", "nothing", NOT, "loading it"),
+    ("pipeline", "stages with two schedules", "", NOT, "hangs; validate"),
     ("pipeline", "two messages swapped", "loss", NOT, "validate"),
-    ("pipeline", "a stage raises", "", "", "the first error by time"),
-    ("collectives", "another order or shape, one missing", "", NOT, "hangs, or raises"),
+    ("pipeline", "a stage raises", "", "", "the earliest error"),
+    ("collectives", "other order or shape; no call", "", NOT, "hangs, or raises"),
     ("collectives", "two sums swapped", "outputs", NOT, ""),
-    ("gemm", "never added up, joined as rows, averaged", "outputs", PASSES, ""),
-    ("gemm", "summed in bfloat16", "within rounding", PASSES, "float32 beside it"),
-    ("train", "each process alone", "gradients", "finds it", ""),
-    ("train", "the same batches for all", "loss: one rank's", PASSES, ""),
-    ("train", "one order in all epochs", "no", NOT, "a longer run"),
-    ("train", "filling windows counted", "no", NOT, "validation, by ranks"),
-    ("train", "each rank its own fp16 scale", "no", NOT, "a longer run: an overflow"),
+    ("gemm", "not summed; joined as rows; averaged", "outputs", PASSES, ""),
+    ("gemm", "summed in bfloat16", "within rounding", PASSES, "a sum in float32"),
+    ("train", "no process group", "gradients", "finds it", ""),
+    ("train", "same batches on all ranks", "loss: one rank's", PASSES, ""),
+    ("train", "same order in all epochs", "nothing", NOT, "a longer run"),
+    ("train", "repeated windows counted", "nothing", NOT, "validation loss, by ranks"),
+    ("train", "own fp16 scale on each rank", "nothing", NOT, "a run with an overflow"),
     (
         "train",
         "all ranks write; model outlives group",
         "",
         NOT,
-        "a broken file; no end",
+        "a broken file; never ends",
     ),
-    ("checkpoint", "one folder for all saves", "no", NOT, "a killed save, loaded"),
+    ("checkpoint", "one folder for all saves", "nothing", NOT, "loading a killed save"),
     (
         "checkpoint",
         "optimizer or position forgotten",
-        "no",
+        "nothing",
         NOT,
         "a longer run, resumed",
     ),
-    ("checkpoint", "shards of rank 0 saved", "no", NOT, "loading it"),
-    ("checkpoint", "a stranger's pickle; a full disk", "", "", "no numbers"),
+    ("checkpoint", "shards of rank 0 saved", "nothing", NOT, "loading it"),
+    ("checkpoint", "an untrusted pickle; a full disk", "", "", "no numbers"),
     ("deepspeed_engine", "a misspelt name: clipped at 1.0", "weights", NOT, ""),
     ("deepspeed_engine", "a parameter read at stage 3", "", NOT, "its shape"),
     (
@@ -1162,14 +1180,8 @@ rows += [
         "",
         "an error at once",
     ),
-    (
-        "memory",
-        "zeros, names, losses that hold on",
-        "no: all is right",
-        NOT,
-        "bytes, counted",
-    ),
-    ("strategy", "rates, spills, fits", "", "", "seconds, measured"),
+    ("memory", "zeroed gradients or old tensors kept", EQUAL, NOT, "bytes held"),
+    ("strategy", "wrong constants; memory nearly full", "", "", "seconds"),
     ("cluster", "hangs, stragglers, networks", "", "", "watching the job"),
 ]
 order = [
@@ -1183,7 +1195,7 @@ order = [
 ]
 order += ["pipeline", "tensor_parallel", "sequence_parallel", "context_parallel"]
 order += ["experts", "mesh", "deepspeed_engine", "strategy", "cluster"]
-head = ["lesson", "mistake", "one step beside one process", "the checker", "else"]
+head = ["lesson", "mistake", "one step shows", "the checker", "other tests"]
 show.table(
     sorted(rows, key=lambda row: order.index(row[0])),
     head,
@@ -1195,20 +1207,22 @@ show.table(
 # :class: checked
 #
 # Of the eleven mistakes that were run, seven have the loss of one process, to ten digits; all eleven have a wrong gradient in that step, or in the next step.
-# The checker finds six of these seven, and one more. It misses factors, unequal initial weights and texts that were cut in two. The loss shows all of these but one factor, and the gradients show all.
+# The checker finds six of these seven, and one more. It misses factors, unequal initial weights and sequences that were cut in two. The loss shows all of these but one factor, and the gradients show all.
 # `````
 #
-# So use both: one step beside one process ([Parity](parity.md)), gradients included, which finds what types cannot see; and the checker, in each commit's tests, which names the line, and needs no reference that fits on one rank.
+# So use both tests.
+# Compare one step, gradients included, with one process ([Parity](parity.md)): this finds mistakes that types do not show.
+# And run the checker in each commit's tests: it names the line, and needs no reference that fits on one rank.
 # Only a longer run finds mistakes that depend on time: the order of data, resuming, overflows.
 #
 # ## When to use it
 #
 # | for | against |
 # |---|---|
-# | Finds gradients that no output shows, before the program runs: all that pass are right, of 1,500 programs | A program can be right and be refused: 216 of the 1,048 refused ones |
+# | Finds wrong gradients that no output shows, before the program runs: of 1,500 programs, all that passed were right | Refuses right programs, too: 216 of 1,048 |
 # | Names the line, the operation and the fix | Each operator that communicates has to state its signature, which the checker does not verify |
-# | Needs one process, no GPU, no reference, some milliseconds a layer | Factors, random numbers and starting values have no types |
-# | Follows ordinary code, the optimizer's step included | Hooks in backward, and messages between two ranks, are not checked |
+# | Needs one process, no GPU, no reference, some milliseconds per layer | Factors, random numbers and starting values have no types |
+# | Follows ordinary code, the optimizer's step included | Hooks in backward and point-to-point messages are not checked |
 #
 # In a real job, check two counts: `num_communicating` is $4L + 3$ for a tensor-parallel model, and `num_backwards` is not 0.
 #
@@ -1224,8 +1238,8 @@ show.table(
 # :label: ex-tt-words
 # ```
 #
-# A GPT is trained with data and tensor parallelism, with the residual stream cut along the sequence between the cut parts. Give the types on the axes dp and tp as a string, such as `"RV"`, for
-# the weight of a norm; its gradient right after backward; the matrix `up`, cut by columns; its gradient right after backward; the tokens, of which each copy has its own.
+# A GPT is trained with data and tensor parallelism, and its residual stream is sharded along the sequence. Give the types on the axes dp and tp as a string, such as `"RV"`, for
+# the weight of a norm; its gradient right after backward; the matrix `up`, sharded by columns; its gradient right after backward; the tokens, which differ between replicas.
 
 # %%
 answer = {
@@ -1246,7 +1260,7 @@ check(answer, "type_words")
 # :class: dropdown
 # ```
 #
-# On dp every copy has all weights, and finds a summand of their gradient: R, and P. On tp a norm's weight is whole, but each rank applies it to its own tokens: R again. A cut matrix is V, and so is its gradient.
+# On dp every replica has all weights, and computes a partial sum of their gradient: R, and P. On tp all ranks have a norm's weight, but each applies it to its own tokens: R again. A sharded matrix is V, and so is its gradient.
 # All ranks of a tensor group have the same tokens, so the tokens are R; as integers they have no gradient.
 
 # %%
@@ -1264,7 +1278,7 @@ check(answer, "type_words")
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} An operator for its types (medium)
+# ```{exercise-start} An operator with a given signature (medium)
 # :label: ex-tt-operator
 # ```
 #
@@ -1287,7 +1301,7 @@ check(my_operator)
 # :class: dropdown
 # ```
 #
-# Forward gathers. The gradient of R is P: backward receives summands, adds them up, and keeps the part that belongs to this rank's `x`.
+# Forward gathers. The gradient of R is P: backward receives partial sums, adds them up, and keeps the part of this rank's `x`.
 
 # %%
 class GatherForAll(torch.autograd.Function):
@@ -1318,11 +1332,11 @@ check(my_operator)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} What a sum gives (medium)
+# ```{exercise-start} The type of a sum (medium)
 # :label: ex-tt-meet
 # ```
 #
-# Return the type of a sum of tensors with the given `types` (a list, of any length from 1), all of which get gradients and are added as they are; `None` where it is refused.
+# Return the type of a sum of tensors with the given `types` (a list, of any length from 1), all of which need gradients and are added without communication; `None` if the checker refuses the sum.
 
 # %%
 def my_sum(types):
@@ -1341,7 +1355,7 @@ check(my_sum)
 # :class: dropdown
 # ```
 #
-# I can be added only to I, and P only to P: a sum of summands is a summand. R and V may be mixed.
+# I can be added only to I, and P only to P: a sum of partial sums is a partial sum. R and V may be mixed.
 
 # %%
 def my_sum(types):
@@ -1362,13 +1376,13 @@ check(my_sum)
 # :label: ex-tt-repair
 # ```
 #
-# A gated network has one scale $s$, a number, which all ranks hold whole:
+# A gated network has a scale $s$, one number that all ranks hold:
 #
 # $$
 # y = \sum_{\text{ranks}} \big(\mathrm{SiLU}(x\,G) \cdot x\,U\big)\, s\, D + b .
 # $$
 #
-# `x`, `scale` and `bias` are I, `gate`, `up` and `down` are this rank's parts, as `nn.Linear` keeps them. Below, the output is right, and gradients are not. Repair them with `copy_to` and `reduce_from`. The check follows your network, and compares it with one process.
+# `x`, `scale` and `bias` are I, `gate`, `up` and `down` are this rank's shards, as `nn.Linear` keeps them. The network below has the right output and wrong gradients. Repair it with `copy_to` and `reduce_from`. The check runs the checker, and compares the network with one process.
 
 # %%
 def my_network(x, gate, up, down, scale, bias, group):
@@ -1403,11 +1417,11 @@ check(my_network)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} What finds what? (design)
+# ```{exercise-start} Which test finds which mistake? (design)
 # :label: ex-tt-plan
 # ```
 #
-# You may run three tests before a long training: `"loss"` (the loss of one step beside one process), `"gradients"` (all gradients of that step beside one process) and `"types"` (the checker). For each mistake give the *cheapest* that finds it: types costs least, then loss, then gradients; `None` where none does.
+# You may run three tests before a long training: `"loss"` (one step's loss, compared with one process), `"gradients"` (that step's gradients, compared with one process) and `"types"` (the checker). For each mistake give the *cheapest* test that finds it: types costs least, then loss, then gradients; `None` if no test does.
 # A model that does not fit on one rank cannot be compared with one process, so types comes first.
 
 # %%
@@ -1430,7 +1444,7 @@ check(answer, "type_plan")
 # :class: dropdown
 # ```
 #
-# Three mistakes are wrong types. The loss shows a factor in the loss, and also wrong positions, if you compare enough digits. A wrong order of data is right in every single step.
+# Three mistakes change types. The loss shows its own factor, and also wrong positions, if you compare enough digits. With a wrong order of data every single step is right.
 
 # %%
 answer = {
@@ -1450,11 +1464,11 @@ check(answer, "type_plan")
 # ## Summary
 #
 # - On each axis of the mesh a tensor has one of four types, I, R, V or P, and so has its gradient: the gradient of I is I, of V is V, of R is P, of P is R.
-# - I and R hold the same numbers, but differ in their gradients: every rank finds the same gradient (I) or a summand of it (R). No output shows the difference.
-# - An operator's types are right when ⟨y, dy⟩ = ⟨x, dx⟩, summed over the ranks: this leaves one pair of types for each operator.
-# - A table of operators and a `TorchFunctionMode` follow a program through backward and step, before it runs: of 1,500 random programs 452 passed, and all 452 were right.
+# - I and R hold the same numbers, but differ in their gradients: every rank computes the same gradient (I) or a partial sum of it (R). No output shows the difference.
+# - An operator's signature is right when ⟨y, dy⟩ = ⟨x, dx⟩, summed over the ranks: each operator passes with one signature.
+# - A `TorchFunctionMode` with these signatures checks a program through backward and step, before it runs: of 1,500 random programs 452 passed, and all 452 were right.
 # - A check needs one process; its messages name the line, the operation and the correct type.
-# - Types do not see factors, random numbers, initial weights or the order of data: compare one step, gradients included, with one process.
+# - Types do not show factors, random numbers, initial weights or the order of data: compare one step, gradients included, with one process.
 #
 # ## Further reading
 #

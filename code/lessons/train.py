@@ -19,7 +19,7 @@
 # After this lesson you can
 #
 # - change a script for one GPU into one for many GPUs, in three small steps, and show after each step that the script still trains the same model;
-# - name the lines that go wrong on more ranks without an error: data, seeds, losses, checkpoints, the loss scale;
+# - name the lines that are wrong on several ranks, without an error: data, seeds, losses, checkpoints, the loss scale;
 # - stop in the middle of an epoch and resume, with losses that are bitwise equal on the same number of ranks, and equal up to rounding on any other number that divides the batch;
 # - train your own model with [a script that you can copy](#the-script-to-take-home).
 #
@@ -90,7 +90,7 @@ for rank, losses in enumerate(asked):
 # ## The script for one process
 #
 # A GPT with 0.1 million parameters learns to predict the next byte of the Python standard library's source code.
-# Validation and test use whole files of their own. Windows (training sequences) of one file share names and phrases, so a test on training files would look too good.
+# Validation and test use separate files: windows (training sequences) of one file share names and phrases, so a test on training files would look too good.
 
 # %%
 show.source(one_gpu.main, fold=80)
@@ -122,7 +122,7 @@ show.figure(figure, "The loss falls from 5.5 to about 2 nats per byte in 300 ste
 # %% [markdown]
 # The *perplexity* that the script prints is $e^{\text{loss}}$, here of the validation loss. A loss of 2.2 nats is a perplexity of $e^{2.2} = 9$: the model is as unsure as if it had to guess among 9 equally likely bytes. At the start it guesses among 256.
 #
-# From here on, twelve steps on a few kilobytes are enough to see whether a changed script computes the same.
+# From here on, twelve steps on a few kilobytes are enough to see whether a changed script still computes the same.
 # `run_and_compare` runs a script on two ranks, and compares losses and weights with those of the script above in one process.
 
 # %% tags=["hide-input"]
@@ -169,7 +169,7 @@ def run_and_compare(script, size=2, each=False, show=False):
 # ## Ranks: a process group and a device
 #
 # `torchrun` starts one process per GPU, and gives each its rank in environment variables. `init_process_group` reads these and connects the processes.
-# Ranks need ten more lines to train one model:
+# Ten more lines make the ranks train one model:
 
 # %%
 show_diff(one_gpu.main, ddp.main)
@@ -186,7 +186,7 @@ show_diff(one_gpu.main, ddp.main)
 # `RANK` is a process's number among all processes, `LOCAL_RANK` its number on its own machine. The device comes from `LOCAL_RANK`: without it, all ranks of a machine compute on its first GPU.
 # Why `% torch.cuda.device_count()`? In some Slurm jobs each process sees only its own GPU. This GPU has number 0 for every `LOCAL_RANK`, and $r \bmod 1 = 0$.
 #
-# `destroy_process_group` comes after `main` on purpose. A DDP model uses the group. If the model still exists when the group is destroyed, the process may never end: with gloo, the two can wait for each other. When `main` has returned, the model is gone.
+# `destroy_process_group` comes after `main` on purpose. A DDP model uses the group. If the model still exists when the group is destroyed, the process may never end: with gloo, model and group can wait for each other. When `main` returns, the model is freed.
 #
 # Each version of the script is a file, and runs under `torchrun`: `torchrun --nproc-per-node=2 -m shardlab.train.ddp`.
 # On this page `ranks.run` starts the ranks.
@@ -195,7 +195,7 @@ show_diff(one_gpu.main, ddp.main)
 #
 # Weights have to be the same on all ranks, so all ranks build the model with the same seed.
 # Dropout has to differ: if all ranks drop the same units, the averaged gradient is noisier than one process's.
-# So each rank sets its own seed once the model is built: `torch.manual_seed(seed + 1 + rank)`.
+# So each rank sets its own seed after building the model: `torch.manual_seed(seed + 1 + rank)`.
 #
 # The order of the data has a separate seed, which is the same on all ranks.
 #
@@ -277,13 +277,14 @@ assert losses[0] != losses[1]
 show.source(core.average_over_ranks)
 
 # %% [markdown]
-# The shares are equally large and every target counts, so a mean of means is right here. The script detaches the loss before: otherwise each step's graph would stay in memory.
+# The shares are equally large and every target counts, so a mean of means is right here. The script detaches the loss first: otherwise each step's graph would stay in memory.
 #
 # ## Validation: each window once
 #
 # 143 windows cannot be divided into 2, 4 or 8 equal shares. By default `DistributedSampler` repeats the first windows, which then count twice; with `drop_last=True` it skips some windows. In both cases the validation loss depends on the number of ranks.
 #
-# The sampler should repeat windows: under FSDP2 each forward is a collective, so all ranks need equally many batches. But the targets of a repeated window become −100, which cross-entropy ignores. An all-reduce adds up the losses and the counted tokens of all ranks, and each rank divides the two sums.
+# The script lets the sampler repeat windows: under FSDP2 each forward is a collective, so all ranks need equally many batches.
+# But it sets a repeated window's targets to −100, which cross-entropy ignores. An all-reduce adds up the losses and the counted tokens of all ranks, and each rank divides the two sums.
 
 # %%
 show_diff(one_gpu.evaluate, core.evaluate)
@@ -329,7 +330,7 @@ show.table(
 show_diff(sampler.main, core.main)
 
 # %% [markdown]
-# `model.module` is the model inside the wrapper. DDP's own state dict has names that begin with `module.`, which fit no plain model.
+# `model.module` is the model inside the wrapper. DDP's own state dict has names that begin with `module.`, which no plain model can load.
 # The barrier makes the other ranks wait until rank 0 has written the files that they read.
 #
 # Without `if rank == 0` two ranks write one file at once, and sometimes corrupt it. The cell forces an order of writes that corrupts it.
@@ -377,18 +378,18 @@ assert losses[0] == losses[1]
 show.source(core.main)
 
 # %% [markdown]
-# ## What a job asks for besides
+# ## What else a real job needs
 #
-# A real job needs more: gradient accumulation, 16-bit precision, resuming, and models that do not fit into one GPU.
-# [code/train.py](../code/train.py) has all of that in one file of some 600 lines that needs PyTorch alone: copy it anywhere, and run it under `torchrun`, `srun` or alone.
-# Its first hundred lines are the model and the data, which you replace by yours: `GPT`, `load_text` and `Windows`.
+# The script still lacks gradient accumulation, 16-bit precision, resuming, and sharding for models that do not fit into one GPU.
+# [code/train.py](../code/train.py) has all of these in one file of some 600 lines that needs only PyTorch: copy it anywhere, and run it with `torchrun`, `srun` or `python`.
+# Replace its model and data, some hundred lines, by yours: `GPT`, `load_text` and `Windows`.
 # `main` calls the methods of a `Training`, among them these two:
 
 # %%
 show.source(take_home.main, Training.make_loader, Training.step)
 
 # %% [markdown]
-# `make_loader` distributes the rest of an epoch, so a run that resumes in the middle of an epoch reads no window twice. `build` is the function that builds the model: this page passes one for the course's GPT, the script its own `GPT`.
+# `make_loader` distributes the rest of an epoch, so a run that resumes in the middle of an epoch reads no window twice. `build` is the function that builds the model: the course's GPT on this page, `GPT` in the script.
 # `pin_memory` puts batches into host memory that the GPU can read itself, so `.to` with `non_blocking=True` returns before the copy is done.
 # The kernels that use the batch follow the copy in the same stream, so the CPU need not wait for it.
 # The CPU waits only in `copied.synchronize()`, until the GPU begins this step; all the step's kernels are queued by then.
@@ -476,13 +477,14 @@ print(f"in bf16 the losses are within {gap:.0e} of those in float32")
 show.source(Training.state_dict, Training.load_state_dict)
 
 # %% [markdown]
-# `get_state_dict` returns weights and optimizer state by the unwrapped model's names under any wrapper, and `set_state_dict` loads them.
+# `get_state_dict` returns weights and optimizer state under the unwrapped model's names, for any wrapper; `set_state_dict` loads them.
 # The random state has a different name on each rank; entries that are equal on all ranks are written once.
 # A new iterator of a `DataLoader` draws a number from the default generator, which dropout uses, too. A resumed run makes one more iterator and would drop different units, so loaders get their own generator.
 #
 # A checkpoint is written under a name that begins with a dot, and renamed when all ranks have written, so a job that is killed while it saves leaves the previous checkpoint intact.
 # Before they load, the ranks verify the files' checksums.
-# They also compare the names of the weights with the model's. DCP loads a checkpoint with more layers than the model without an error, and also one with fewer layers if `allow_partial_load=True` (torch 2.13), which the script sets because some ranks' random states may be missing.
+# They also compare the names of the weights with the model's. DCP raises no error if the checkpoint has more layers than the model.
+# It also loads a checkpoint with fewer layers if `allow_partial_load=True` (torch 2.13), which the script sets because some ranks' random states may be missing.
 #
 # The test trains 12 steps with dropout on two ranks, once without a stop, and once stopped after step 5, in the middle of an epoch, and resumed.
 
@@ -499,23 +501,23 @@ a, b = load_weights(FOLDER / "unbroken"), load_weights(FOLDER / "parts")
 assert stopped + resumed == unbroken and all(torch.equal(a[name], b[name]) for name in a)
 
 # %% [markdown]
-# One rank or four could resume as well: they divide the rest of the order. Dropout then draws different numbers; without dropout the losses are equal up to rounding.
+# One rank or four could also resume: they share the rest of the epoch's order. Dropout then draws different numbers; without dropout the losses are equal up to rounding.
 #
 # ## FSDP2: weights, gradients and optimizer sharded
 #
-# DDP keeps everything on every rank; FSDP2 is for models that do not fit. `parallelize_model` applies one of them. Besides this function only `backward` and one line of `Training.clip_gradients` differ:
+# DDP keeps everything on every rank; FSDP2 is for models that do not fit. `parallelize_model` applies one of them. Apart from it, only `backward` and one line of `Training.clip_gradients` differ:
 
 # %%
 show.source(take_home.parallelize_model)
 
 # %% [markdown]
-# - **Units.** Each `fully_shard` makes a unit, whose parameters are gathered together before its forward and freed after it. One call on the whole model would gather everything at once. Shard blocks first, then the root, whose unit gets the other parameters: embedding and last norm.
+# - **Units.** Each call of `fully_shard` makes a unit, whose parameters are gathered together before its forward and freed after it. A single call, on the model, would gather everything at once. Shard blocks first, then the root, whose unit gets the other parameters: embedding and last norm.
 # - **Precision.** `MixedPrecisionPolicy` replaces `autocast`, in validation as well: parameters are gathered in 16 bits, which halves the bytes, and gradients are added up in `float32`.
 # - **Reshard.** By default a block's parameters are freed after forward and gathered again for backward. `reshard_after_forward=False` keeps them: ranks send a third fewer bytes, and hold all weights in memory ([figures](zero.md)).
-# - **Accumulation.** Every micro-batch reduces gradients. `set_requires_gradient_sync(False)` delays this until the last, and keeps unsharded `float32` gradients till then: 280 GB on every rank for 70 billion parameters, the memory that you wanted to save.
-# - **ZeRO's stages.** With `reshard_after_forward=False` FSDP2 holds as much as [ZeRO-2](zero.md) during a step, and with `set_requires_gradient_sync(False)` as well as much as ZeRO-1: `--strategy zero2` and `zero1`.
+# - **Accumulation.** Every micro-batch reduces gradients. `set_requires_gradient_sync(False)` delays this until the last micro-batch, and keeps unsharded `float32` gradients: 280 GB on every rank for 70 billion parameters, the memory that you wanted to save.
+# - **ZeRO's stages.** `--strategy zero2` sets `reshard_after_forward=False`, and holds as much as [ZeRO-2](zero.md) during a step; `zero1` adds `set_requires_gradient_sync(False)`, and holds as much as ZeRO-1.
 # - **Clipping.** `get_total_norm` adds up the squares of all ranks' shards and returns a DTensor. Call `.full_tensor()` on all ranks before you print it.
-# - **Tensor parallelism.** With `--tensor 2` each pair of ranks first splits every matrix ([how](tensor_parallel.md)); FSDP2 then shards each half over the pairs. Both ranks of a pair read the same share of the data.
+# - **Tensor parallelism.** With `--tensor 2` each pair of ranks first halves every matrix ([how](tensor_parallel.md)); FSDP2 then shards each half over the pairs. Both ranks of a pair read the same share of the data.
 
 # %% tags=["hide-input"]
 # Table: the strategies against one process
@@ -584,7 +586,7 @@ assert ranks.run(build_on_meta, 2) == [0, 0]
 _ = compare_take_home("compiled blocks", micro=4, strategy="fsdp2", compiler="aot_eager")
 
 # %% [markdown]
-# This page takes the backend `aot_eager`, which needs no C++ compiler. On a GPU take `--compiler inductor`; its first step takes a minute.
+# This page uses the backend `aot_eager`, which needs no C++ compiler. On a GPU use `--compiler inductor`; its first step takes a minute.
 #
 # ## How much faster?
 #
@@ -651,16 +653,18 @@ show.table(
 #
 # ## The script to take home
 #
-# The rest of [code/train.py](../code/train.py) logs, handles signals and saves.
-# `log_metrics` writes a line of JSON every 10 steps on rank 0, and shows the step in a terminal.
-# A signal reaches one rank or all, at any moment. Every [`step`](#what-a-job-asks-for-besides) begins with an all-reduce of two numbers: the counted tokens, and the ranks that got a signal. So all ranks learn of the signal in the same step, and stop after it:
+# The rest of [code/train.py](../code/train.py) handles signals, saves and logs.
+# A signal reaches one rank or all, at any moment.
+# Every [`step`](#what-else-a-real-job-needs) begins with an all-reduce of two numbers: counted tokens, and ranks that got a signal.
+# So all ranks learn of the signal in the same step, and stop after it.
+# `log_metrics` writes a line of JSON every 10 steps on rank 0, and shows the step in a terminal:
 
 # %%
 show.source(Training.log_metrics)
 
 
 # %% [markdown]
-# The job then saves a checkpoint; a validation that is due waits for the next start.
+# After a signal the job saves a checkpoint; a validation that is due waits for the next start.
 # All ranks exit with status 0, which keeps `torchrun` from restarting them. The file `stopped` records that the training is not finished.
 # Processes that load data ignore the signal: the last step still needs them.
 # Here only rank 1 gets a signal while it trains; then the job is started again.
@@ -689,18 +693,18 @@ print("the second start made", len(rest), "more steps")
 #
 # ## What goes wrong, and how it looks
 #
-# | symptom | the line that is missing |
+# | symptom | missing line, or cause |
 # |---|---|
-# | four GPUs asked for, the time of one; every rank prints the same losses | [the process group](#ranks-a-process-group-and-a-device): each process trains alone |
-# | losses exactly those of one process, and no faster | [a sampler](#samplers-a-share-of-the-data-for-each-rank): all ranks read the same batches |
-# | a loss that falls in steps, one at each epoch | [`set_epoch`](#samplers-a-share-of-the-data-for-each-rank): each epoch repeats the order |
+# | four GPUs take as long as one; every rank prints the same losses | [the process group](#ranks-a-process-group-and-a-device): each process trains alone |
+# | losses exactly those of one process, and no speed-up | [a sampler](#samplers-a-share-of-the-data-for-each-rank): all ranks read the same batches |
+# | a loss that drops once in every epoch | [`set_epoch`](#samplers-a-share-of-the-data-for-each-rank): each epoch repeats the order |
 # | the validation loss changes with the number of ranks | [`-100`](#validation-each-window-once): repeated windows count twice |
 # | now and then a checkpoint that cannot be read | [`if rank == 0`](#one-rank-prints-and-writes): all ranks write the file |
 # | bytes per step grow with accumulation | [`no_sync`](#accumulation-several-backwards-before-a-step) |
 # | a spike after each restart | [the optimizer, or the position in the data](#resume-everything-that-decides-the-next-step) is not in the checkpoint |
 # | the job never ends, though it printed its last line | [the model is freed](#ranks-a-process-group-and-a-device) only after its process group |
 #
-# None of these raises an error. [Parity](parity.md), the next lesson, finds the first tensor that differs between two scripts of yours.
+# None of these raises an error. [Parity](parity.md), the next lesson, finds the first tensor that differs between your two scripts.
 #
 # ## When to use what
 #
@@ -712,11 +716,11 @@ print("the second start made", len(rest), "more steps")
 #
 # ## Exercises
 #
-# ```{exercise-start} From one GPU to many, by your own hand (medium)
+# ```{exercise-start} From one GPU to many, step by step (medium)
 # :label: ex-train-steps
 # ```
 #
-# Copy [one_gpu.py](../code/shardlab/train/one_gpu.py) to `my_train.py`, and change it step by step, up to step 15 of this table.
+# Copy [one_gpu.py](../code/shardlab/train/one_gpu.py) to `my_train.py`, and change it up to step 15 of this table.
 # After each step run `python -m shardlab steps my_train.py` in a terminal, or the cell below. Two ranks run your script, and a message says whether the step is done, and if not, what is missing:
 #
 # | step | what you write | what is checked on two ranks |
@@ -724,13 +728,13 @@ print("the second start made", len(rest), "more steps")
 # | 1, 2 | `init_process_group`, `destroy_process_group` around `main` | a group of two, and none at the end |
 # | 3 | a device by `LOCAL_RANK` | without a GPU: your source |
 # | 4 | `manual_seed(seed + 1 + rank)` after the model | one seed for weights, two afterwards |
-# | 5 | `DistributedDataParallel` | whether forward goes through it |
+# | 5 | `DistributedDataParallel` | forward goes through the wrapper |
 # | 6, 7 | `DistributedSampler`, `batch // world` | no window twice, 16 windows in a step |
 # | 8, 9 | `drop_last=True`, `set_epoch` | each step's windows are those of one process |
 # | 10 | the mean of the loss | the printed loss, to four digits |
-# | 11, 12 | validation by shares, each window once | which rank validates which windows; the printed loss |
+# | 11, 12 | validation by shares, each window once | each rank's windows; the printed loss |
 # | 13, 14, 15 | rank 0 prints and writes, the others wait | output, files and their names, on a slow disk |
-# | 16, 17 | `fully_shard`; whole weights in the files | units; names and shapes in the files |
+# | 16, 17 | `fully_shard`; full weights in the files | units; names and shapes in the files |
 #
 # This is a Slurm batch file for one GPU, with the changes for four as comments; for two nodes see [Clusters](cluster.md).
 #
@@ -974,7 +978,7 @@ check(answer, "states_of_a_job")
 # %% [markdown]
 # DDP holds more: its buckets are a second copy of the gradients (without `gradient_as_bucket_view=True`), and `autocast` keeps its 16-bit weights for backward. So 11 GB are left for activations. FSDP2 leaves 37 GB, minus one or two gathered blocks; every micro-batch reduces gradients, so no unsharded gradients are kept.
 # Begin with `ddp`, which sends least, and the largest `--micro` that fits. If only 1 or 2 fit, `fsdp2` leaves three times as much memory, and the larger matrix products may save more time than its messages cost.
-# A rank has 64 sequences of a step. If a signal comes during a step, the next step is the last: two steps and a save must take less than 60 seconds. Measure one of each.
+# A rank has 64 sequences of a step. If a signal comes during a step, the next step is the last: two steps and a save must take less than 60 seconds. Measure both.
 # `--every` follows from how long a save takes and how often a job dies ([Checkpoints](checkpoint.md#how-often-to-save)).
 # First of all, compare ten losses with one process and the same seed; better, compare [every tensor](parity.md#comparing-two-scripts).
 #

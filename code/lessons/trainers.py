@@ -83,8 +83,8 @@ existing_ranks.show_batch_file()
 
 # %% [markdown]
 # Two minutes before the time limit Slurm sends `SIGUSR1` to each task. Lightning's handler then saves a checkpoint, and calls `scontrol requeue`, which puts the job back into the queue.
-# The signal may reach the ranks in different steps. A rank that saves then waits for the other ranks, while these wait for it in a collective, and sometimes the job hangs ([Lightning#21406](https://github.com/Lightning-AI/pytorch-lightning/issues/21406), version 2.6).
-# So a callback records the signal. Every ten steps an all-reduce tells all ranks whether any rank got one, and then all call Lightning's handler:
+# The signal may reach the ranks in different steps. A rank that saves then waits for the other ranks, while these wait in another collective, and sometimes the job hangs ([Lightning#21406](https://github.com/Lightning-AI/pytorch-lightning/issues/21406), version 2.6).
+# So a callback records the signal. Every ten steps an all-reduce tells all ranks whether any rank got the signal; if so, all call Lightning's handler:
 
 # %%
 show.source(lightning.SynchronizedSave, lightning.find_newest_checkpoint)
@@ -94,7 +94,7 @@ show.source(lightning.SynchronizedSave, lightning.find_newest_checkpoint)
 # At the next start there may be two checkpoints, one from the signal and one from the last validation. Lightning resumes from the checkpoint that `ckpt_path` names; without `ckpt_path` it takes the signal's checkpoint, however old. So the script passes the newer one, which `find_newest_checkpoint` returns.
 # The batch file needs `--signal` and `--requeue`. With `#SBATCH --signal=B:USR1@120` the signal would go only to the batch script's shell, and nothing would be saved.
 #
-# The [tests](../tests/test_trainers.py) submit this file to a real Slurm that runs two nodes on one machine, send the signal, and check that the job starts again and finishes. They run without GPUs, so `accelerator="auto"` on GPUs and nccl between nodes are not tested.
+# The [tests](../tests/test_trainers.py) submit this file to a real Slurm that runs two nodes on one machine, send the signal, and check that the job starts again and finishes. They run without GPUs, so `accelerator="auto"` on GPUs and NCCL between nodes are not tested.
 #
 # ### Comparison with a plain loop
 #
@@ -155,8 +155,8 @@ assert min(one[1]) > 1  # clipping cuts in every step
 show.table(rows, ["2 ranks, 10 steps", "losses", "norms before clipping", "weights"])
 
 # %% [markdown]
-# "Equal" is $10^{-5}$ for losses and norms, and $10^{-4}$ for weights, since AdamW moves a weight by up to $10^{-3}$ however small its gradient.
-# The last row is an easy mistake. By default `ModelParallelStrategy()` shards over nodes, and uses the ranks of a node for tensor parallelism. On one node its `"data_parallel"` mesh has one rank, so `fully_shard` does not shard. Both ranks read the same windows and compute the same, without a warning: you pay for two GPUs, and train as with one.
+# "Equal" means within $10^{-5}$ (losses, norms) or $10^{-4}$ (weights), since AdamW moves a weight by up to $10^{-3}$ however small its gradient.
+# The last row shows an easy mistake. By default `ModelParallelStrategy()` shards over nodes, and uses the ranks of a node for tensor parallelism. On one node its `"data_parallel"` mesh has one rank, so `fully_shard` does not shard. Without a warning, both ranks read the same windows and compute the same: you pay for two GPUs, and train as with one.
 # FSDP1 (`strategy="fsdp"`) does not run on CPUs.
 #
 # ## What a trainer changes without being asked
@@ -232,21 +232,21 @@ rows = [
     ("self.log(…)", f"{metrics['own']} on rank 0, {b[2]['own']} on rank 1"),
     ("self.log(…, sync_dist=True)", f"{metrics['mean']} on both"),
     ("validation on 0 to 4", f"{metrics['validation']:.2f}, not 2: 0 counts twice"),
-    ("5 micro-batches, accumulate 4", f"gradients {c[1]}: the fifth, alone, over 4"),
+    ("5 micro-batches, accumulate 4", f"gradients {c[1]}: the fifth is divided by 4"),
     ('precision="16-mixed" on a CPU', f"{c[4]}, after a warning"),
     ("save_checkpoint", f"{kept}; no random state"),
 ]
 show.table(rows, ["you write", "you get"])
 
 # %% [markdown]
-# Each of these defaults is reasonable, and each changes your numbers. With `use_distributed_sampler=False` your own sampler is used; then Lightning calls `set_epoch` only if your sampler has this method.
+# Each of these defaults is reasonable, and changes your numbers. With `use_distributed_sampler=False` your own sampler is used; then Lightning calls `set_epoch` only if your sampler has this method.
 #
 # ## accelerate
 #
 # Hugging Face **accelerate** keeps your loop: `model, optimizer, loader = accelerator.prepare(model, optimizer, loader)`, then `accelerator.backward(loss)`.
 # The course does not install it. On 23 November 2026 we ran version 1.15.0 under `torchrun --nproc-per-node=2` with `Accelerator(cpu=True)`: five losses were equal to those of one process within $5\cdot10^{-7}$, clipping included.
 # You configure it by arguments of `Accelerator`, or by a file that `accelerate config` writes, in our run with `distributed_type: MULTI_CPU`, `use_cpu: true`, `num_processes: 2`.
-# Print the number of processes, the wrapper and the precision that you get. On a CPU they silently differed from the configuration:
+# Print the number of processes, the wrapper and the precision that you get. On a CPU all three silently differed from the configuration:
 #
 # - `accelerate launch` with that file started *one* process;
 # - `FullyShardedDataParallelPlugin(fsdp_version=2)` gave `DistributedDataParallel`;
@@ -257,7 +257,7 @@ show.table(rows, ["you write", "you get"])
 # `bfloat16` has few digits and a large range. `float16` has more digits, but a small range:
 # its smallest number above 0 is $6\cdot10^{-8}$, its largest 65,504.
 # So the loss is multiplied by a *scale* before backward, which scales every gradient, too. Before the step the gradients are divided by the scale {cite}`micikevicius2018mixed` (section 3.2).
-# The cell compares each parameter's gradient with that of `float32`.
+# The cell compares each parameter's gradient with that in `float32`.
 
 # %% tags=["hide-input"]
 # Table: error of gradients in float16, by the scale of the loss
@@ -293,11 +293,9 @@ show.source(LossScaler)
 
 
 # %% [markdown]
-# This section is about the line with `all_reduce`.
-#
 # ![Two ranks, each with a shard of the gradients. Rank 1's has an inf. Each makes a flag of its shard, and an all-reduce with MAX gives both the flag 1: both skip the step and halve the scale.](../figures/trainers_scale.svg)
 #
-# DDP does not need this all-reduce. Every rank has the sum of all gradients, so an inf on one rank is an inf on all, and all skip the same step.
+# DDP does not need this `all_reduce`. Every rank has the sum of all gradients, so an inf on one rank is an inf on all, and all skip the same step.
 # With ZeRO and FSDP2 a rank has only its own shard of the sum, and the `inf` may be in another rank's shard.
 #
 # ### A scale on each rank: broken and repaired
@@ -378,7 +376,7 @@ show.table(
 # %% [markdown]
 # The overflows come from training itself; the cell does not inject any.
 # The first overflow is in one rank's shard. This rank halves its scale, the other rank does not.
-# From then on the reduce-scatter adds gradients with two different scales. Those with the larger scale overflow in the same shard again, although its rank halves the smaller scale in every step: half of the model no longer trains.
+# From then on the reduce-scatter adds gradients with two different scales. The gradients with the larger scale overflow in the same shard in every step, although that shard's rank keeps halving its smaller scale: half of the model no longer trains.
 # One all-reduce of one number, with MAX, repairs this.
 # With stage 2 of the course's ZeRO the same mistake ends in a hang: a rank that steps joins the all-gather of new weights, a rank that skips the step does not (`tests/test_trainers.py`).
 #
@@ -425,26 +423,26 @@ for sharded in (True, False):
 # %%
 settings = {
     "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 2,  # one decision for both micro-batches
-    "gradient_clipping": 1.0,  # of the gradients divided by the scale
+    "gradient_accumulation_steps": 2,  # a step skips both micro-batches or none
+    "gradient_clipping": 1.0,  # after division by the scale
     "fp16": {
-        "enabled": True,  # weights in float16, masters in float32
-        "loss_scale": 0,  # 0: dynamic; any other number is the scale, for good
+        "enabled": True,  # weights in float16, master weights in float32
+        "loss_scale": 0,  # 0: dynamic; any other number: a fixed scale
         "initial_scale_power": 16,  # the first scale, 2**16
         # left out: "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1
     },
     "zero_optimization": {
-        "stage": 2,  # gradients and optimizer sharded
-        "offload_optimizer": {"device": "cpu"},  # masters, averages, step: on the host
+        "stage": 2,  # gradients and optimizer states sharded
+        "offload_optimizer": {"device": "cpu"},  # master weights, moments, step
     },
-    "zero_allow_untested_optimizer": True,  # torch's AdamW with ZeRO,
+    "zero_allow_untested_optimizer": True,  # allow torch's AdamW with ZeRO
     "zero_force_ds_cpu_optimizer": False,  # and with offload
 }
-de.check_config(settings, optimizer=True)  # an AdamW comes beside them
+de.check_config(settings, optimizer=True)  # torch's AdamW is passed separately
 
 
 # %% [markdown]
-# `de.check_config` checks all lines against DeepSpeed's own schema. Three settings need an explanation:
+# `de.check_config` checks all lines against DeepSpeed's own schema. Three settings need explanation:
 #
 # - `loss_scale_window` is our `interval`;
 # - when the scale is at `min_loss_scale`, an overflow ends the run with an exception;
@@ -452,7 +450,7 @@ de.check_config(settings, optimizer=True)  # an AdamW comes beside them
 #
 # DeepSpeed reduces its flag with MAX, as we do (`has_overflow` in `stage_1_and_2.py`).
 #
-# On most CPUs DeepSpeed refuses fp16: "Type fp16 is not supported on your device", from `_do_sanity_check` in `engine.py`. These CPUs have no fast float16 instructions, but torch can still compute. So the cell disables the check, and the real engine trains: once with these settings, once with an initial scale of $2^{20}$ and a window of 3.
+# On most CPUs DeepSpeed refuses fp16: "Type fp16 is not supported on your device", from `_do_sanity_check` in `engine.py`. These CPUs have no fast float16 instructions, but torch can still compute in float16. So the cell disables the check, and the real engine trains: once with these settings, once with an initial scale of $2^{20}$ and a window of 3.
 
 # %%
 def train_with_deepspeed(changes, steps=10):
@@ -460,7 +458,7 @@ def train_with_deepspeed(changes, steps=10):
     de.import_deepspeed()
     from deepspeed.accelerator import get_accelerator
 
-    get_accelerator().is_fp16_supported = lambda: True  # overruled
+    get_accelerator().is_fp16_supported = lambda: True  # disable the check
     torch.manual_seed(0)
     section = settings["fp16"] | changes
     engine = de.initialize(GPT(PRESETS["nano"]), settings | {"fp16": section})
@@ -532,8 +530,8 @@ rows.insert(0, ["overflow", *("yes" if overflow else "" for overflow in overflow
 show.table(rows, ["step", *map(str, range(1, 11))])
 
 # %% [markdown]
-# With an initial scale of $2^{20}$ DeepSpeed skips four steps that halve the scale, and a fifth because of the hysteresis.
-# After an overflow it doubles the scale after four good steps, not three: its window is one step longer.
+# With an initial scale of $2^{20}$ DeepSpeed skips five steps: four halve the scale; one does not, because of the hysteresis.
+# After an overflow DeepSpeed doubles the scale after four good steps, not three: its window is one step longer.
 #
 # ## What goes wrong, and how it looks
 #
@@ -541,9 +539,9 @@ show.table(rows, ["step", *map(str, range(1, 11))])
 # |---|---|
 # | losses differ from the script's from the first step | [the order](#what-a-trainer-changes-without-being-asked): Lightning's sampler shuffles, unless `use_distributed_sampler=False` |
 # | with `ModelParallelStrategy`, two GPUs take as long as one | [`data_parallel_size`](#comparison-with-a-plain-loop): its default shards over nodes |
-# | a job hangs at its time limit: two ranks save at different steps | [one step for all](#two-nodes): a flag in an all-reduce, then Lightning's handler |
+# | a job hangs at its time limit: two ranks save at different steps | [same step on all ranks](#two-nodes): a flag in an all-reduce, then Lightning's handler |
 # | a job is ended at its time limit, without a checkpoint | [`--signal`](#two-nodes), without `B:` |
-# | losses rise after an overflow, scales differ by rank | [one decision](#a-scale-on-each-rank-broken-and-repaired): each rank checks only its own shard |
+# | losses rise after an overflow, scales differ by rank | [one decision for all ranks](#a-scale-on-each-rank-broken-and-repaired): each rank checks only its own shard |
 # | the run ends with an exception, at the smallest scale | [`min_loss_scale`](#fp16-in-deepspeeds-configuration): the loss is nan, or gradients overflow at any scale |
 #
 # ## When to use what
@@ -557,7 +555,7 @@ show.table(rows, ["step", *map(str, range(1, 11))])
 #
 # ## Exercises
 #
-# ```{exercise-start} Half the windows (easy)
+# ```{exercise-start} Optimizer steps of an epoch on four ranks (easy)
 # :label: ex-trainers-steps
 # ```
 #
@@ -587,11 +585,11 @@ check(answer, "lightning_steps")
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} A first scale that is too large (easy)
+# ```{exercise-start} Skipped steps with too large an initial scale (easy)
 # :label: ex-trainers-skipped
 # ```
 #
-# `"initial_scale_power": 32`, `"hysteresis": 2`, in DeepSpeed. Gradients overflow wherever the scale is above $2^{16}$.
+# DeepSpeed's configuration has `"initial_scale_power": 32` and `"hysteresis": 2`. Gradients overflow whenever the scale is above $2^{16}$.
 # How many steps are skipped before the first successful step?
 
 # %%
@@ -659,13 +657,13 @@ check(my_decision)
 #
 # ## Summary
 #
-# - Lightning needs a module with a training step, a validation step and an optimizer, and a `Trainer` that says on which devices, for how long, and which checkpoints to keep.
+# - Lightning needs a module with training step, validation step and optimizer, and a `Trainer` that says on which devices, for how long, and which checkpoints to keep.
 # - Under Slurm, `srun` starts the ranks; with `--signal` and `--requeue` a job saves before its time limit and resumes.
-# - A trainer's defaults change numbers: the order of the data, the batch of a step, the averaging of losses, windows that count twice.
+# - A trainer's defaults change numbers: the order of the data, the global batch, the averaging of losses, windows that count twice.
 # - In `float16` the loss has a scale. In a sharded model an overflow may be seen by one rank only: one all-reduce with MAX decides for all.
 # - With DeepSpeed's hysteresis the first overflow does not halve the scale, and after an overflow its window is one step longer.
 #
 # ## Further reading
 #
 # - {cite}`micikevicius2018mixed`: why half precision needs a scale, and which parts stay in single precision.
-# - Lightning's own pages on [clusters](https://lightning.ai/docs/pytorch/stable/clouds/cluster_advanced.html).
+# - Lightning's documentation of [clusters](https://lightning.ai/docs/pytorch/stable/clouds/cluster_advanced.html).

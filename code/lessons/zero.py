@@ -145,11 +145,11 @@ show.table(
 )
 
 # %% [markdown]
-# Three quarters of the memory hold copies; with $N$ ranks, $1 - 1/N$ of it.
+# Three quarters of the memory are copies; with $N$ ranks, a fraction of $1 - 1/N$.
 #
 # ## Three stages in a picture
 #
-# ZeRO, the *zero redundancy optimizer*, cuts model states into one *shard* for each rank. A rank keeps only its own shard, except while it computes with the full tensor {cite}`rajbhandari2020zero`.
+# ZeRO, the *zero redundancy optimizer*, divides model states into one *shard* for each rank. A rank keeps only its own shard, except while it computes with the full tensor {cite}`rajbhandari2020zero`.
 # Stage 1 shards the optimizer's states, stage 2 also the gradients, and stage 3 also the weights.
 # In the picture a shard has the colour of the rank that keeps it.
 #
@@ -198,7 +198,7 @@ show.table(
 #
 # ## A minimal version of each stage
 #
-# ### Stage 1: everyone steps a shard
+# ### Stage 1: each rank updates its shard
 #
 # If rank $r$ updates only shard $r$ of the weights, it needs only shard $r$ of the averaged gradient.
 # A reduce-scatter gives it this shard. After the step an all-gather gives every rank all new weights.
@@ -232,7 +232,7 @@ def stage_1(model, group, steps):
 # After five steps the weights of two ranks are bitwise equal to those of this process.
 
 # %% tags=["hide-input"]
-# Holds the weights after five steps of a plain version against one process
+# Compares weights after five steps of a plain version with one process
 def one_process(model, size, steps):
     optimizer = make_adamw(model.parameters())
     for step in range(steps):
@@ -269,7 +269,7 @@ check_equal(stage_1)
 # %% [markdown]
 # An all-reduce *is* a reduce-scatter and an all-gather ([Collectives](collectives.md)).
 # Stage 1 puts the optimizer's step between the two, so it sends no more bytes than data parallelism.
-# This works because AdamW updates each element independently. An optimizer that needs a whole matrix, such as Shampoo or Muon, cannot be sharded like this.
+# A rank can update a shard alone because AdamW updates each element independently. An optimizer that needs a whole matrix, such as Shampoo or Muon, cannot be sharded like this.
 #
 # ### Stage 2: reduce-scatter each gradient in backward
 #
@@ -286,7 +286,7 @@ def reduce_to_owner(p, own, group):
     own.grad = torch.empty_like(own)
     mine = p.grad.flatten() / dist.get_world_size(group)
     reduce_scatter_single(own.grad, mine, group=group)
-    p.grad = None  # the rest is given back
+    p.grad = None  # frees the full gradient
 
 
 def stage_2(model, group, steps):
@@ -305,7 +305,7 @@ def stage_2(model, group, steps):
 
 
 # %% tags=["hide-input"]
-# Holds the weights of stage 2 against one process
+# Compares the weights of stage 2 with one process
 check_equal(stage_2)
 
 
@@ -314,7 +314,7 @@ check_equal(stage_2)
 #
 # ### Stage 3: gather before use, free after
 #
-# A layer's weights are needed only while that layer computes, once in forward and once in backward. At all other times its shard is enough.
+# A layer's weights are needed only while that layer computes, once in forward and once in backward. At all other times a shard is enough.
 # Four hooks gather and free the weights. A module's parameters are gathered before its forward, and freed after it. They are gathered again before its backward, and freed when their gradients are computed.
 
 # %%
@@ -350,11 +350,11 @@ def stage_3(model, group, steps):
 
 
 # %% tags=["hide-input"]
-# Holds the weights of stage 3 against one process
+# Compares the weights of stage 3 with one process
 check_equal(stage_3)
 
 # %% [markdown]
-# Autograd has saved these tensors for backward. They can be freed all the same, because `resize_(0)` gives back only the *storage*.
+# Autograd has saved the weights for backward. They can be freed nevertheless, because `resize_(0)` frees only the *storage*.
 # The tensor object stays, and the next gather fills it again before backward reads it.
 # No all-gather follows the step: the next forward gathers what it needs.
 #
@@ -363,7 +363,7 @@ check_equal(stage_3)
 # All three assume that $N$ divides the sizes of the parameters, and that each parameter gets a gradient.
 # Stage 1 waits for all gradients, copies them into a flat tensor, and divides by $N$ into another tensor: for a moment it holds all gradients three times.
 # Stages 2 and 3 send a message for each parameter, and wait for each of them: nothing overlaps.
-# The table compares a step of each with the core of the next section, on two ranks with a wire of 1 ms latency.
+# The table compares one step of each plain version with the core (next section), on two ranks over a link with 1 ms of latency.
 
 # %% tags=["hide-input", "measured"]
 # Table: messages, peak and seconds of the plain versions beside the core
@@ -379,7 +379,7 @@ def run_core(stage):
 
 
 def plain_and_core(ways):
-    """Of a step of each: messages, seconds; and the peak of two steps."""
+    """Return messages and seconds of a step of each, and the peak of two steps."""
     wire, found = link.create_slow_group(1e-3, 1e9), []
     for way in ways:
         torch.manual_seed(0)
@@ -422,14 +422,14 @@ show.table(
 
 # %% [markdown]
 # The core sends a few flat tensors of any size instead of a message per parameter, and ranks compute meanwhile.
-# In stage 3 its peak is no higher, although two blocks are gathered at a time instead of one layer.
-# Its stages 1 and 2 have the same peak here, because its buckets are larger than this model; [below](#zero-peak) the buckets are smaller.
+# In stage 3 the core's peak is no higher, although it gathers two blocks at a time instead of one layer.
+# The core's stages 1 and 2 have the same peak here, because the buckets are larger than this model; [below](#zero-peak) they are smaller.
 #
 # ## The core
 #
 # ### Flat tensors of any size
 #
-# `FlatParams` puts parameters side by side, as the plain stage 1 does, and pads the tensor with fewer than $N$ zeros, so that all shards have one size.
+# `FlatParams` concatenates parameters, as the plain stage 1 does, and pads the tensor with fewer than $N$ zeros, so that all shards have the same size.
 # `split_shard` returns the part of each parameter that a shard holds; the optimizer gets these *pieces*.
 # `start_gather`, `wait` and `free_full` do what the plain stage 3 does, but a rank can compute between `start_gather` and `wait`.
 
@@ -446,14 +446,14 @@ show.source(zero.FlatParams)
 show.source(zero.ReduceScatter)
 
 # %% [markdown]
-# `FlatGrads` does for a flat tensor what the hook of the plain stage 2 does for a parameter, in three calls: `add_gradient` when autograd has a gradient, `start_reduce_scatter` when all of them are there, `finish_reduce_scatter` later.
-# If no rank has a gradient, the piece's `grad` has to stay `None`, as in one process. `resolve_missing`, which is called last, does this.
+# `FlatGrads` does for a flat tensor what the hook of the plain stage 2 does for a parameter, in three calls: `add_gradient` when autograd has a gradient, `start_reduce_scatter` when all gradients are there, `finish_reduce_scatter` later.
+# If no rank has a parameter's gradient, the piece's `grad` has to stay `None`, as in one process. `resolve_missing`, which is called last, does this.
 
 # %%
 show.source(zero.FlatGrads)
 
 # %% [markdown]
-# A `Reducer`, named after the one in torch's DDP, calls these during a backward. Only one reduce-scatter runs at a time, since each takes memory.
+# A `Reducer`, named after the one in torch's DDP, calls these methods during a backward. Only one reduce-scatter runs at a time, since each takes memory.
 
 # %%
 show.source(zero.Reducer)
@@ -462,9 +462,9 @@ show.source(zero.Reducer)
 # ### Stages 1 and 2: buckets sent during backward
 #
 # `Zero1` divides the parameters into buckets, each a `FlatParams`. Its methods are in the order in which a step calls them.
-# The step does not wait for the all-gather. The all-gather starts in the next forward (`_pre_forward`), in which each layer waits only for its own weights (`_wait_for_params`).
+# The all-gather starts only in the next forward (`_pre_forward`), in which each layer waits only for its own weights (`_wait_for_params`).
+# ZeRO's paper and DeepSpeed gather at the end of the step, as the plain version does.
 # As in data parallelism, a bucket is sent while backward still computes the next one (`_on_grad_ready`), and autograd calls `_finalize_backward` when backward is over.
-# Only this course gathers so late. ZeRO's paper and DeepSpeed gather at the end of the step, as the plain version does.
 
 # %%
 show.source(zero.Zero1)
@@ -478,9 +478,9 @@ show.source(zero.Zero2)
 # %% [markdown]
 # ### Stage 3: prefetching the next block
 #
-# The plain stage 3 waits for the wire twice for each layer. Here the model is divided into *units*, by default its blocks, and while one unit computes, the next one is gathered.
+# The plain stage 3 waits for two all-gathers for each layer. Here the model is divided into *units*, by default its blocks, and while one unit computes, the next one is gathered.
 #
-# Step through it. Weights are above, gradients below. A weight has the colour of the rank that keeps its shard. A gradient has the colour of the rank from whose batch it is. A thick outline marks what has just arrived.
+# Step through a training step. Weights are above, gradients below. A weight has the colour of the rank that keeps its shard. A gradient has the colour of the rank from whose batch it is. A thick outline marks what has just arrived.
 #
 # :::{step-through} Stage 3 on four ranks, three blocks
 # 1. ![Before the step. Two tables, weights above and gradients below, with a row for each of four ranks and three blocks side by side, each cut into four pieces. Of each block's weights rank r holds piece r alone. There are no gradients.](../figures/steps/zero_1.svg)
@@ -497,7 +497,7 @@ show.source(zero.Zero2)
 #
 # 4. ![Block 1 is freed, down to each rank's own piece. Every rank computes the forward of block 2 while block 3 is gathered: blocks 2 and 3 are whole.](../figures/steps/zero_4.svg)
 #
-#    Block 1 is done: each rank frees all of it but its own quarter. So there are never more than two whole blocks.
+#    Block 1 is done: each rank frees all but its own quarter. So a rank never holds more than two full blocks.
 #
 # 5. ![Block 2 is freed. Every rank computes the forward of block 3, the only one that is whole.](../figures/steps/zero_5.svg)
 #
@@ -525,13 +525,13 @@ show.source(zero.Zero2)
 #     No all-gather follows: the next forward gathers what it needs.
 # :::
 #
-# The same on one rank, with four blocks and with the wire drawn beside what computes:
+# The same on one rank, with four blocks; the row *wire* shows the messages:
 #
 # ![Stage 3 through a step, on one rank, with four blocks. While a block computes, the wire gathers the next one's weights, in backward the one before; in the first half of a block's backward it carries the gradients of the block behind. Each block is whole in memory twice, and at most two are whole at a time; the rest of the time it is a shard.](../figures/zero_life.svg)
 #
 # The hooks are those of the plain version, on units, and have the names that FSDP2 gives them: `_pre_forward`, `_post_forward`, `_pre_backward`, `_post_backward`.
-# The two `_pre_` hooks also call `_prefetch_next`, which remembers the order of blocks in the last forward.
-# Autograd has no hook that runs after a unit's backward: this backward is done when the gradients of all the unit's inputs are computed.
+# The two `_pre_` hooks also call `_prefetch_next`, which follows the order of units in the last forward.
+# Autograd has no hook that runs after a unit's backward; `Zero3` takes this backward as done when the gradients of all the unit's inputs are computed.
 # Parameters that belong to no unit, here the embedding and the last LayerNorm, are the `rest`. Hooks of the whole module gather the rest once, and keep it gathered for the step.
 
 # %%
@@ -544,7 +544,7 @@ show.source(zero.Unit.reduce_gradients, zero.Zero3)
 # The cell compares every rank's losses, and all weights after five steps of AdamW, with one process, first without clipping, then with gradients clipped to a norm of 0.5.
 
 # %% tags=["hide-input"]
-# Holds losses and weights of each stage against one process
+# Compares losses and weights of each stage with one process
 def compare_to_plain(stage, clip, dtype):
     """Largest difference from one process in a loss, and in a weight after 5 steps."""
     torch.manual_seed(0)
@@ -604,14 +604,14 @@ show.table(rows, head, caption="Largest differences from one process")
 # Clipping needs the norm of *all* gradients. Each rank sums the squares of its own shard, and one all-reduce adds up these sums.
 # One process adds in a different order, so the last digits differ; in float64, which has nine more digits, the difference is nine digits smaller.
 #
-# The [tests](../tests/test_zero.py) do the same with sizes that do not divide, tied and frozen parameters, layers that only some ranks use, accumulation, and 16-bit weights with float32 masters; and against FSDP2 and DeepSpeed.
+# The [tests](../tests/test_zero.py) do the same with sizes that $N$ does not divide, tied and frozen parameters, layers that only some ranks use, accumulation, and 16-bit weights with float32 masters; and compare with FSDP2 and DeepSpeed.
 #
 # ## What it costs
 #
 # ### Memory: the states, to the byte
 #
-# Float32 first: 4 bytes for a weight, 4 for its gradient, 8 for AdamW's two moments.
-# Then computing in bfloat16: 2 bytes for a weight, 4 for its float32 master, 4 for its gradient, 8 for the moments.
+# In float32 a parameter takes 4 bytes for the weight, 4 for the gradient, 8 for AdamW's two moments.
+# Computing in bfloat16, it takes 2 bytes for the weight, 4 for the float32 master, 4 for the gradient, 8 for the moments.
 # *By formula* is bytes per parameter times $P$. *Predicted* counts the padding as well ([predict.py](../code/shardlab/zero/predict.py)): there are three ranks here, and three does not divide $P$.
 
 # %% tags=["hide-input"]
@@ -696,7 +696,7 @@ def measure_activations(stage):
 
 
 # %% tags=["hide-input"]
-# Holds what stage 3 saves for backward against stage 0
+# Compares the bytes that stages 0 and 3 save for backward
 def measure_both():
     return measure_activations(0), measure_activations(3)
 
@@ -716,7 +716,7 @@ assert plain_ == sharded and total + 10e9 == 24e9
 # `````{admonition} Checked: "wrap the model, and stage 3 does the rest"
 # :class: checked
 #
-# Wrapped as one unit, the model is sharded only between steps. It is whole during all of forward and backward, which is when memory is short.
+# Wrapped as one unit, the model is sharded only between steps. Its weights are full during all of forward and backward, when memory is short.
 # Below, the peak is about 27 MB as one unit, and 17 MB with a unit per block.
 # The cell counts the peak of a step on four ranks, on the CPU, where every storage can be seen. The model has 12 blocks.
 # `````
@@ -775,22 +775,22 @@ show.table(rows, head)
 
 # %% [markdown]
 # As one unit, stage 3 has a higher peak than stage 2 with small buckets: 26.8 MB against 23.9 MB.
-# Stage 2 with buckets of 25 MiB has the highest, 31.9 MB: the whole model fits into one such bucket here, so all gradients are there at once, as in stage 1.
+# Stage 2 with buckets of 25 MiB has the highest, 31.9 MB: the whole model fits into one such bucket here, so all gradients exist at once, as in stage 1.
 # Units and buckets decide how many full tensors exist at a time. With one unit, all weights are gathered at once, $4P$ bytes, and all gradients exist before any is sent, another $4P$. With a unit per block, two blocks have full weights, and one has full gradients.
-# The figure shows the bytes held over a step, measured on the larger model of the [figures](../figures/zero.py):
+# The figure shows the bytes held over a step, measured on [a larger model](../figures/zero.py):
 #
 # ![Measured bytes on one of four ranks over a training step in stage 3. With the whole model as one unit it holds up to 89 MB; with a unit for each block up to 55 MB. The shards of the states alone take 32 MB.](../figures/zero_wrapping.svg)
 #
 # ### Bytes sent
 #
-# For a model of $P$ elements, a reduce-scatter or an all-gather sends $\frac{N-1}{N}P$ elements from each rank; an all-reduce is both ([Collectives](collectives.md)).
-# So each rank sends per step (the factor $\frac{N-1}{N}$ left out):
+# In a reduce-scatter or an all-gather of $P$ elements, each rank sends $\frac{N-1}{N}P$ elements; an all-reduce is both ([Collectives](collectives.md)).
+# So each rank sends these numbers of elements per step, times $\frac{N-1}{N}$:
 #
-# - data parallelism sends $2P$: an all-reduce;
-# - stages 1 and 2 send $2P$: gradients are reduce-scattered, new weights gathered;
-# - stage 3 sends $3P$: weights are gathered in forward and again in backward, gradients reduce-scattered.
+# - data parallelism: $2P$, an all-reduce;
+# - stages 1 and 2: $2P$, since gradients are reduce-scattered, new weights gathered;
+# - stage 3: $3P$, since weights are gathered in forward and again in backward, gradients reduce-scattered.
 #
-# The cells count the bytes of every operation on four ranks.
+# The cells count the bytes of every collective on four ranks.
 
 # %%
 def bytes_sent(model, run):
@@ -831,7 +831,7 @@ def count_traffic():
 
 
 N, P = 4, sum(p.numel() for p in GPT(DEEP).parameters())
-# Who had a gradient: DataParallel sends it in buckets.
+# DataParallel also sends a flag per parameter: does it have a gradient?
 flags = len(list(GPT(DEEP).parameters()))
 found = ranks.run(count_traffic, N, device="cpu")[0]  # CPU: counts the module's bytes
 rows = []
@@ -858,7 +858,7 @@ show.table(
 
 # %% [markdown]
 # Stage 3 sends a little less than $3P$, because the rest outside the blocks stays gathered between forward and backward.
-# With `reshard=False` weights are kept whole from forward to backward, and nothing is gathered twice.
+# With `reshard=False` weights stay gathered from forward to backward, and nothing is gathered twice.
 #
 # (zero-accumulation)=
 # ### Accumulation
@@ -867,7 +867,7 @@ show.table(
 # :class: checked
 #
 # With $m$ micro-batches per step, stage 1 adds gradients up locally (`no_sync`) and sends them once.
-# Stage 2 cannot add them up locally, since it keeps no full gradients. So each micro-batch has to send its own, $m$ times the bytes.
+# Stage 2 cannot add them up locally, since it keeps no full gradients. So each micro-batch has to send its own gradients: $m$ times the bytes.
 # If it kept full gradients between micro-batches, it would be stage 1. The cell counts four micro-batches.
 # `````
 
@@ -911,19 +911,19 @@ show.table(rows, head, caption="Four micro-batches on four ranks")
 #
 # ### Seconds
 #
-# Sending more bytes does not always take more time. Let forward compute for $f$ seconds and backward for $g$, and let the wire take $W$ seconds for one gather of all weights.
-# Gradients cannot be sent before backward begins, but weights can be gathered while forward computes. If all of this overlaps, a step takes
+# Sending more bytes does not always take more time. Let forward compute for $f$ seconds and backward for $g$, and let one all-gather of all weights take $W$ seconds.
+# Gradients cannot be sent before backward begins, but weights can be gathered while forward computes. If messages overlap with compute, a step takes
 #
 # $$
 # T_\text{data parallel} \approx f + \max(g,\, 2W), \qquad T_\text{stage 3} \approx \max(f,\, W) + \max(g,\, 2W).
 # $$
 #
-# The next cell measures it with blocks that *sleep* instead of computing, as in [Data parallelism](data_parallel.md): the messages are real, the wire is an emulated one of 80 Mbit/s, and there are two ranks.
+# The next cell measures steps on two ranks with blocks that *sleep* instead of computing, as in [Data parallelism](data_parallel.md): the messages are real, and the link of 80 Mbit/s is emulated.
 # At the ends of forward and backward the messages of one or two blocks do not overlap with compute. With $L$ blocks they take $2W/L$ (data parallelism) and $3W/L$ (stage 3), which the formula omits and the predicted column includes.
 # The last column is the step time relative to data parallelism in the same run.
 
 # %% tags=["hide-input", "measured"]
-# Table: steps of sleeping blocks on a slow wire, predicted and measured
+# Table: steps of sleeping blocks on a slow link, predicted and measured
 BLOCKS, BLOCK_BYTES, BANDWIDTH = 12, 2**17, 10e6
 
 
@@ -1007,18 +1007,18 @@ show.check_timing(
 show.check_timing(
     ratios[1] < ratios[0], "the more there is to compute, the less ZeRO-3 costs"
 )
-head = ["computes for (ms)", "wire, 3P (ms)", "way", "predicted (ms)", "measured (ms)"]
-show.table(rows, [*head, "difference (%)", "of data parallel's"])
+head = ["compute (ms)", "link, 3P (ms)", "way", "predicted (ms)", "measured (ms)"]
+show.table(rows, [*head, "difference (%)", "relative to data parallel"])
 
 
 # %% [markdown]
 # `````{admonition} Checked: "stage 3 sends 50 % more, so it is 50 % slower"
 # :class: checked
 #
-# It does send 50 % more. If a step mostly waits for the wire (first three rows), it also takes nearly 50 % longer.
+# It does send 50 % more. If a step mostly waits for the link (first three rows), it also takes nearly 50 % longer.
 # If a rank computes for longer than it sends (fourth and fifth row), the additional messages overlap with forward, in which data parallelism sends nothing.
 # Without prefetching they do not overlap (last row).
-# The ratio of FLOP to bytes decides. It grows with the tokens that each rank has per step, and does not depend on the model's size, since both are proportional to $P$.
+# The ratio of FLOP to bytes decides. It grows with the tokens that each rank has per step, and does not depend on the model's size, since FLOP and bytes are proportional to $P$.
 # `````
 #
 # (zero-fsdp)=
@@ -1028,7 +1028,7 @@ show.table(rows, [*head, "difference (%)", "of data parallel's"])
 # Our stage 3 has flat pieces; in FSDP2 each parameter becomes a `DTensor` sharded by rows, so optimizers and checkpoints see the parameters' own shapes.
 # Pass a mesh: it says which ranks shard, and on which kind of device. Without a mesh FSDP2 uses this machine's GPUs, even for a model on the CPU.
 #
-# This is how a model is wrapped:
+# To wrap a model:
 
 # %%
 def with_fsdp(config, per_block=True):
@@ -1045,7 +1045,7 @@ def with_fsdp(config, per_block=True):
 # The table compares five steps of the same model under both, on 2 and 4 ranks.
 
 # %% tags=["hide-input"]
-# Table: five steps of stage 3 beside FSDP2
+# Table: five steps of stage 3 compared with FSDP2
 def compare_to_fsdp2():
     theirs, ours = with_fsdp(PRESETS["nano"]), make_job(3)
     losses = [train_steps(*pair, 5) for pair in (theirs, ours)]
@@ -1071,12 +1071,12 @@ head = [
     "our states (B)",
     "FSDP2's states (B)",
 ]
-show.table(rows, head, caption="Stage 3 beside FSDP2, five steps")
+show.table(rows, head, caption="Stage 3 compared with FSDP2, five steps")
 
 
 # %% [markdown]
 # The states have equally many bytes, except for padding and the four-byte step counter that AdamW keeps per piece.
-# Here are the peaks of the model with 12 blocks.
+# The peaks of the model with 12 blocks:
 
 # %% tags=["hide-input", "measured"]
 # Measures the peaks of both, with a unit per block and as one unit
@@ -1094,7 +1094,7 @@ for name, size in zip(("a unit per block", "one unit"), theirs, strict=True):
 
 # %% [markdown]
 # As one unit, FSDP2's peak is 2.0 times that of a unit per block, and ours 1.6 times.
-# FSDP2 overlaps by CUDA streams, which a CPU does not have, so its times on a CPU do not show what it can do; [the benchmark](../benchmarks/zero.py) measures them all the same, and says so.
+# FSDP2 overlaps by CUDA streams, which a CPU does not have, so its times on a CPU do not show its real speed; [the benchmark](../benchmarks/zero.py) measures them nevertheless, and says so.
 #
 # The libraries have other names for the same things:
 #
@@ -1105,13 +1105,13 @@ for name, size in zip(("a unit per block", "one unit"), theirs, strict=True):
 # | stage 2 | | | `"stage": 2` |
 # | stage 3, `reshard=False` | `reshard_after_forward=False` | `SHARD_GRAD_OP` | |
 # | stage 3 | `reshard_after_forward=True` | `FULL_SHARD` | `"stage": 3` |
-# | stage 3 in a node, copies between nodes | a mesh of two dimensions | `HYBRID_SHARD` | `"mics_shard_size"` |
-# | units | one call of `fully_shard` each | `auto_wrap_policy` | chosen by itself, with thresholds in elements |
+# | stage 3 in a node, replicas across nodes | a mesh of two dimensions | `HYBRID_SHARD` | `"mics_shard_size"` |
+# | units | one call of `fully_shard` each | `auto_wrap_policy` | chosen automatically, by thresholds in elements |
 #
-# `reshard_after_forward=False` and `SHARD_GRAD_OP` are often called ZeRO-2. Like stage 2 they send $2P$, and hold whole weights from forward to backward. Unlike stage 2 they hold only a shard between steps.
+# `reshard_after_forward=False` and `SHARD_GRAD_OP` are often called ZeRO-2. Like stage 2 they send $2P$, and hold full weights from forward to backward. Unlike stage 2 they hold only a shard of the weights between steps.
 # By default the unit of FSDP2's last call, for the model, also stays gathered until backward, like our *rest*.
 # A number for `reshard_after_forward`, say 8, reshards after forward among 8 ranks only, so that the second gather stays within a node.
-# How DeepSpeed is configured, and how its engine differs, is the lesson [DeepSpeed](deepspeed_engine.md).
+# The lesson [DeepSpeed](deepspeed_engine.md) shows how DeepSpeed is configured, and how its engine differs.
 #
 # ### Tied weights in two FSDP2 units
 #
@@ -1142,7 +1142,7 @@ assert together.endswith("one matrix")
 
 
 # %% [markdown]
-# Every unit replaces its parameters by shards of its own, so two units make two matrices of one.
+# Every unit replaces its parameters by its own shards, so in two units one matrix becomes two.
 # PyTorch 2.13 checks for this at the first forward. Older versions silently train two matrices.
 # To keep one matrix, call `fully_shard([embedding, head])` once for both modules, or for neither: then both stay in the unit of the model, as in `with_fsdp` above.
 # A policy that wraps every module, or a library that wraps the embedding alone, makes two units, too: accelerate [did until August 2026](https://github.com/huggingface/accelerate/pull/4171).
@@ -1178,7 +1178,7 @@ assert empty == [0] and stale > 5e-4  # a step of AdamW with a learning rate of 
 
 
 # %% [markdown]
-# So a script that prints the norm of a layer, ties weights by hand, or initialises a layer anew after sharding does nothing, or the wrong thing.
+# So a script that prints the norm of a layer, ties weights by hand, or initialises a layer again after sharding does nothing, or the wrong thing.
 # In FSDP2 the weight is a `DTensor`: its `shape` is the full one, and `to_local()` is the shard.
 #
 # ### Building the optimizer before sharding
@@ -1268,9 +1268,9 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# `measure_drift`, the test of [Data parallelism](data_parallel.md), does not find it: only one rank has a piece, so its copies cannot differ. Only a comparison with one process shows the mistake.
+# `measure_drift`, the test of [Data parallelism](data_parallel.md), does not find the mistake: each piece is on one rank only, so there are no copies that could differ. Only a comparison with one process shows it.
 # The same mistake is possible in everything that needs all gradients or weights: a norm in a log, a loss scaler's check for infinities, an optimizer that scales by a layer's norm.
-# FSDP2's `DTensor`s know that they are shards, and torch's function is right for them.
+# FSDP2's `DTensor`s know that they are shards, and torch's `clip_grad_norm_` is right for them.
 #
 # ### Calling the model on some ranks only
 #
@@ -1298,7 +1298,7 @@ else:
 
 
 # %% [markdown]
-# Rank 1 is named because it did *not* call the all-gather. In a real job rank 1 would continue to train: then rank 0's gathers for the validation are paired with rank 1's gathers for its next step, and mix their contents.
+# The error names rank 1 because rank 1 did *not* call the all-gather. In a real job rank 1 would continue to train: then rank 0's gathers for the validation are paired with rank 1's gathers for its next step, and mix their contents.
 # The same happens when one rank has one batch fewer, or generates one token fewer than the others.
 # All ranks have to call the model equally often.
 #
@@ -1332,25 +1332,25 @@ rows = [(name, f"{size:,}", f"{100 * size / P:.0f}") for name, size in found.ite
 show.table(rows, ["saved by rank 0 of 4, stage 3", "elements", "of the model (%)"])
 
 # %% [markdown]
-# In this course's stage 1 the first way saves all elements, but three quarters of them are one step old, since it gathers late. Nothing fails, and the resumed run is slightly wrong.
-# If only rank 0 calls `full_state_dict`, it hangs, like the validation above. It also needs memory for the whole model on every rank; [Checkpoints](checkpoint.md) shows how to save shards, and load them on another number of ranks.
+# In this course's stage 1 the first way saves all elements, but three quarters of them are one step old, since only the next forward gathers the new ones. Nothing fails, and the resumed run is slightly wrong.
+# `full_state_dict` hangs if only rank 0 calls it, like the validation above. It also needs memory for the whole model on every rank; [Checkpoints](checkpoint.md) shows how to save shards, and load them on another number of ranks.
 #
 # ## When to use it
 #
 # | | for | against |
 # |---|---|---|
 # | stage 1 | $8 + 8/N$ bytes per parameter in float32 instead of 16; sends as many bytes as data parallelism | an optimizer must work element by element |
-# | stage 2 | $4 + 12/N$ | with $m$ micro-batches $m$ times the gradients on the wire; buckets must be small |
+# | stage 2 | $4 + 12/N$ | sends gradients $m$ times with $m$ micro-batches; buckets must be small |
 # | stage 3 | $16/N$: any model, with enough ranks | $3P$ instead of $2P$; weights are there only while they are used |
-# | all | the model's code stays as it is | activations stay; a block must still fit and compute on one rank |
+# | all | the model's code stays as it is | does not shard activations; a block must still fit and compute on one rank |
 #
 # Take the lowest stage that fits: each higher stage waits for more messages.
-# In a real job you see that ZeRO is set up correctly by these signs: the bytes that a rank holds fall with $N$ as predicted; the peak falls when units get smaller; the gradient norm in the log is the same on all ranks; the first loss equals that of one process.
+# In a real job, these signs show that ZeRO is set up correctly: the bytes that a rank holds fall with $N$ as predicted; the peak falls when units get smaller; the gradient norm in the log is the same on all ranks; the first loss equals that of one process.
 #
 # ```{admonition} On more GPUs
 # :class: note
 #
-# What each rank holds and sends is counted here, and stays the same on any number of GPUs of their own.
+# The bytes that each rank holds and sends are counted here, and are the same if each rank has its own GPU.
 # A second GPU would show times: how large a block has to be so that the next one is gathered while it computes.
 # Here that is measured with blocks that sleep, and an emulated link.
 # ```
@@ -1379,7 +1379,7 @@ check(answer, "zero_bytes")
 # :class: dropdown
 # ```
 #
-# The weights are whole, gradients and optimizer are sharded.
+# Each rank holds the full weights, and shards of gradients and optimizer states.
 
 # %%
 answer = 13e9 * (2 + (2 + 12) / 32)
@@ -1394,8 +1394,8 @@ check(answer, "zero_bytes")
 # :label: ex-zero-bounds
 # ```
 #
-# A flat tensor has `elements` elements and is padded, so that it can be cut into `size` shards of one size.
-# Return `(begin, end)`: which of the elements lie in the shard of `rank`, without padding. A shard may be padding altogether; then `begin == end == elements`.
+# A flat tensor has `elements` elements, and is padded and split into `size` equal shards.
+# Return `(begin, end)`: which of the elements lie in the shard of `rank`, without padding. A shard may be all padding; then `begin == end == elements`.
 
 # %%
 def my_shard_bounds(elements, rank, size):
@@ -1454,7 +1454,7 @@ check(my_mixed_step)
 # :class: dropdown
 # ```
 #
-# These are the lines of the plain stage 1, with three changes: the sum is made in float32, the step changes the master weights, and the weights are their rounded copy.
+# These are the lines of the plain stage 1, with three changes: the sum is computed in float32, the step changes the master weights, and the weights are their rounded copy.
 
 # %%
 def my_mixed_step(weights, gradient, master, moment, lr, decay, group):
@@ -1563,16 +1563,16 @@ check(my_stage)
 # ## Summary
 #
 # - Data parallelism holds $N$ copies of the states; ZeRO gives each rank one shard: of the optimizer (stage 1), the gradients as well (2), the weights as well (3).
-# - The step computes what one process computes, bit for bit where sums are made in the same order.
+# - The step computes what one process computes, bit for bit if sums are added in the same order.
 # - States per rank in float32: 16, $8 + 8/N$, $4 + 12/N$, $16/N$ bytes per parameter. Activations are not divided.
-# - Bytes sent: $2P$, $2P$, $2P$, $3P$; stage 2 and 3 send gradients with every micro-batch.
+# - Elements sent: $2P$, $2P$, $2P$, $3P$; stages 2 and 3 send gradients in every micro-batch.
 # - The smaller its units, the more stage 3 saves: as one unit its peak is above that of stage 2 with small buckets.
 # - FSDP2 is stage 3; `reshard_after_forward=False` saves the second gather.
-# - Wrap first, then build the optimizer; clip by the global norm; call the model on every rank.
+# - Shard first, then build the optimizer; clip by the global norm; call the model on every rank.
 #
 # ## Further reading
 #
 # - {cite:t}`rajbhandari2020zero`: the three stages; section 5 is this lesson's memory, section 7 its bytes. Section 6 partitions activations, too, but for tensor parallelism.
 # - {cite:t}`zhao2023fsdp`: the first FSDP, with what prefetching and freeing do to a GPU's allocator.
-# - {cite:t}`xu2020sharding`: stage 1 found a second time, by a compiler that shards the weight update.
+# - {cite:t}`xu2020sharding`: stage 1 discovered independently, by a compiler that shards the weight update.
 # - {cite:t}`rajbhandari2021infinity`: where to put shards when all GPUs together are too small.

@@ -138,8 +138,9 @@ def generate_files(root: Path) -> dict[Path, str]:
     if not index.parts:
         return {}
     drawing = runpy.run_path(str(root / "figures/index.py"))
+    alt = drawing["describe_map"](index)
     blocks = {
-        ("book/index.md", "map"): [f"![{drawing['alt'](index)}](../figures/index_map.svg)"],
+        ("book/index.md", "map"): [f"![{alt}](../figures/index_map.svg)"],
         ("book/index.md", "table"): _format_topic_table(index),
         ("README.md", "lessons"): [
             f"- [{topic.title}](lessons/{name}.md): {topic.able}."
@@ -156,7 +157,7 @@ def generate_files(root: Path) -> dict[Path, str]:
         blocks[str(CLAIMS_FILE), "checked"] = _list_checked_claims(index)
     found = {
         root / "_toc.yml": _generate_toc(index),
-        root / "figures/index_map.svg": drawing["svg"](index),
+        root / "figures/index_map.svg": drawing["render_map"](index),
     }
     for (name, block), lines in blocks.items():
         text = found.get(root / name) or (root / name).read_text("utf-8")

@@ -271,7 +271,8 @@ def format_overview(learning_paths: Mapping, lessons: Mapping[str, Page]) -> lis
     read = format_minutes(sum(page.read_minutes for page in lessons.values()))
     solve = format_minutes(sum(page.minutes for page in lessons.values()))
     lines.append(
-        f"| all {len(lessons)} lessons | readers who have a term and more | {read} | {solve} | all of this |"
+        f"| all {len(lessons)} lessons | readers who have a term and more "
+        f"| {read} | {solve} | all of this |"
     )
     return lines
 

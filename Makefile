@@ -34,8 +34,8 @@ setup: $(INSTALLED) ## make or update the environment in .venv (the other target
 # looks installed to pip, so that run starts over. DeepSpeed comes as source: DS_BUILD_OPS=0 keeps its
 # installation free of compilers. The settings file makes JupyterLab open .md lessons as notebooks.
 $(INSTALLED): requirements.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-	  echo "This course needs Python 3.11 or later, and '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo 'not there')."; \
+	@$(PYTHON) -c 'import os, sys; sys.exit(sys.version_info < (3, 11) or not hasattr(os, "waitid"))' 2>/dev/null || { \
+	  echo "This course needs Python 3.11 or later (3.13 on macOS), and '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo 'not there')."; \
 	  echo "Say which one to take: make book PYTHON=/path/to/python3.11"; \
 	  exit 1; }
 	@echo "Setting up $(VENV): once, and again when requirements.txt or pyproject.toml change."

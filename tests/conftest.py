@@ -26,10 +26,10 @@ with contextlib.suppress(ImportError):  # the GPU tests run on machines without 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--phase`, `--site` and `--whole`."""
+    """Add `--phase`, `--site` and `--weekly`."""
     parser.addoption("--phase", choices=("beside", "alone"), help="only the tests of one phase")
     parser.addoption("--site", type=Path, help="a built site to try instead of this one")
-    parser.addoption("--whole", action="store_true", help="run the weekly tests too")
+    parser.addoption("--weekly", action="store_true", help="run the weekly tests too")
 
 
 @pytest.fixture(scope="session")
@@ -59,9 +59,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in items if phases.is_alone(item) != (phase == "alone")]
         items[:] = [item for item in items if phases.is_alone(item) == (phase == "alone")]
         config.hook.pytest_deselected(items=others)
-    for item in items if not config.getoption("--whole") else []:
+    for item in items if not config.getoption("--weekly") else []:
         if weekly := item.get_closest_marker("weekly"):
-            item.add_marker(pytest.mark.skip(reason=f"{weekly.args[0]}: with --whole"))
+            item.add_marker(pytest.mark.skip(reason=f"{weekly.args[0]}: with --weekly"))
     for item in items if config.pluginmanager.hasplugin("rerunfailures") else []:
         if item.get_closest_marker("alone"):
             again = pytest.mark.flaky(

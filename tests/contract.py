@@ -115,7 +115,7 @@ class Row:
     balanced: bool = False  # with a balancing loss, and router biases
     ignored: bool = False  # some targets are ignored
     gpus: bool = False  # runs on GPUs too, pretended and real
-    weekly: str = ""  # "cpu", "gpus" (pretended) or both: runs there only with --whole
+    weekly: str = ""  # "cpu", "gpus" (pretended) or both: runs there only with --weekly
 
     @property
     def ranks(self) -> int:

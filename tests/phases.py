@@ -1,6 +1,7 @@
 """Run pytest twice for `make test`: first parallel tests, then tests that measure time.
 
     python tests/phases.py [arguments of pytest]    # tests/test_zero.py, -k ring, -x
+    python tests/phases.py quick                    # three minutes; or weekly: all tests
 
 The first run uses pytest-xdist with one process more than there are cores, because tests wait a
 lot. A file's tests stay in one process and share their fixtures. The second run takes the tests
@@ -71,6 +72,7 @@ def run_phase(
 def main(arguments: list[str]) -> int:
     """Run both phases; return the worse of their exit statuses."""
     begin, collection, output = time.monotonic(), Collection(), io.StringIO()
+    arguments = [f"--{word}" if word in ("quick", "weekly") else word for word in arguments]
     with redirect_stdout(output):
         status = pytest.main(["--collect-only", "-q", *arguments], [collection])
     if status:

@@ -387,7 +387,7 @@ def trainer_and_generator():
 
 
 def test_weights_pass_to_any_layout_and_bytes_are_those_predicted(request):
-    found = ranks.run(all_handed_over, 4, request.config.getoption("--whole"), timeout=120)
+    found = ranks.run(all_handed_over, 4, request.config.getoption("--weekly"), timeout=120)
     for each in zip(*found, strict=True):
         assert all(counted == predicted for counted, predicted in each)
         assert sum(counted for counted, _ in each)

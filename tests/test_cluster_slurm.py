@@ -165,9 +165,9 @@ def test_a_job_saves_before_its_end_is_requeued_and_resumes(cluster, serial_loss
 @pytest.mark.parametrize("name", sorted(path.stem for path in sessions.RECORDED.glob("*.txt")))
 def test_sessions_say_what_was_recorded(name: str, request) -> None:
     if name in ("torchrun", "requeue", "usr1", "killed") and not request.config.getoption(
-        "--whole"
+        "--weekly"
     ):
-        pytest.skip("starts torchrun, as the tests above do: with --whole")
+        pytest.skip("starts torchrun, as the tests above do: with --weekly")
     made, text = sessions.read_session(name)
     assert re.match(r"\d{4}-\d\d-\d\d with Slurm [\d.]+, Python [\d.]+, torch [\d.]+", made)
     assert sessions.replay_session(text) == text

@@ -38,9 +38,9 @@ def find_differences(
 @pytest.mark.timeout(600)  # the first test waits for all rows with its number of ranks
 @pytest.mark.parametrize("name", TABLE)
 def test_what_is_parallel_trains_as_one_process_does(name, request):
-    row, whole = TABLE[name], request.config.getoption("--whole")
+    row, whole = TABLE[name], request.config.getoption("--weekly")
     if "cpu" in row.weekly and not whole:
-        pytest.skip("the path of another row, in other numbers: --whole")
+        pytest.skip("the path of another row, in other numbers: --weekly")
     gaps = find_differences(row.technique, row.ranks, whole)
     if isinstance(gaps, Exception):
         raise gaps

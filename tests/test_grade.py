@@ -43,14 +43,14 @@ def write_mutant(part: str, number: int, folder: Path) -> Path:
 
 @pytest.mark.parametrize("file", sorted(RIGHT.rglob("*.py")), ids=lambda f: f.parent.name + f.stem)
 def test_a_right_engine_passes(file, request):
-    cases = CASES[file.stem] if request.config.getoption("--whole") else CASES[file.stem][5:7]
+    cases = CASES[file.stem] if request.config.getoption("--weekly") else CASES[file.stem][5:7]
     for case in cases:
         core.run_case(SUITES[file.stem].check_engine, file, case)
 
 
 @pytest.mark.parametrize(("part", "number"), ALL)
 def test_a_mutant_is_killed(part, number, tmp_path, request):
-    if number and not request.config.getoption("--whole"):
+    if number and not request.config.getoption("--weekly"):
         pytest.skip("up to 14 times two to four ranks")
     file = write_mutant(part, number, tmp_path)
     assert any(is_failing(part, file, case) for case in CASES[part]), MUTANTS[part][number]

@@ -37,9 +37,9 @@ WINDOWS = {"gemma-3-4b-text", "gpt-oss-20b", "llama-4-scout", "olmo-3.1-32b"}
 
 @pytest.fixture(scope="module")
 def structures(request) -> dict[str, Any]:
-    """Return each parsed file of configs/; layers are traced for some, or for all with --whole."""
+    """Return each parsed file of configs/; layers are traced for some, or for all with --weekly."""
     followed = {*VALUES, *MIXERS, *WINDOWS}
-    whole = request.config.getoption("--whole")
+    whole = request.config.getoption("--weekly")
     paths = sorted(CONFIGS.glob("*.json"))
     return {path.stem: count_model(path, whole or path.stem in followed) for path in paths}
 
@@ -144,7 +144,7 @@ def test_every_class_is_counted_as_transformers_counts_it(request, tmp_path: Pat
 
     from shardtools.hub.meta_model import stay_offline
 
-    whole = request.config.getoption("--whole")
+    whole = request.config.getoption("--weekly")
     counts: dict[str, int | None] = {}
     for name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if whole else SOME:
         try:

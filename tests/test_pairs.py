@@ -33,13 +33,13 @@ exec(compile(open(script, encoding="utf-8").read(), script, "exec", optimize=1))
 def test_scripts_run_without_jupyter(root, tmp_path, request):
     """`python code/lessons/<topic>.py` ends with 0, from any folder; two scripts at a time.
 
-    Without --whole, test_torchrun.py runs one such script, as set-up prints it.
+    Without --weekly, test_torchrun.py runs one such script, as set-up prints it.
 
     The assertions of cells are checked when the book executes them, with the machine to themselves:
     here one lesson would disturb the times that the other asserts.
     """
-    if not request.config.getoption("--whole"):
-        pytest.skip("every lesson takes a minute: --whole")
+    if not request.config.getoption("--weekly"):
+        pytest.skip("every lesson takes a minute: --weekly")
     environment = without_jupyter(tmp_path) | {"OMP_NUM_THREADS": "1"}
 
     def run_script(topic):

@@ -35,9 +35,9 @@ def compute_reports(whole: bool) -> dict[tuple[str, bool], Any]:
 @pytest.mark.timeout(900)  # the first test waits for all
 @pytest.mark.parametrize("name", BUGS)
 def test_a_published_bug_is_found_and_without_it_all_is_silent(name, request):
-    whole = request.config.getoption("--whole")
+    whole = request.config.getoption("--weekly")
     if name not in DAILY and not whole:
-        pytest.skip("--whole tries all of them")
+        pytest.skip("--weekly tries all of them")
     thread, report = BUGS[name], compute_reports(whole)[name, True]
     without = compute_reports(whole)[name, False]
     assert without.is_equal, without

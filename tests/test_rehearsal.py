@@ -1,6 +1,6 @@
 """Every topic's main functions on pretended GPUs: on one that is shared, on two, and on four.
 
-Each day every drive runs on one number of GPUs, or on all numbers that matter for it; with --whole,
+Each day every drive runs on one number of GPUs, or on all numbers that matter for it; with --weekly,
 once a week, on all. One process runs all drives, and one tries the seeded faults; here, each drive
 and each fault is a test.
 """
@@ -56,9 +56,9 @@ def _collect_errors(
 
 @pytest.mark.parametrize(("name", "gpus"), CASES)
 def test_drive(name: str, gpus: int, request: pytest.FixtureRequest):
-    whole = request.config.getoption("--whole")
+    whole = request.config.getoption("--weekly")
     if gpus not in _list_daily(name) and not whole:
-        pytest.skip(f"as on {_list_daily(name)[0]}: --whole")
+        pytest.skip(f"as on {_list_daily(name)[0]}: --weekly")
     assert _collect_errors("rehearsal.drives", whole)[name, gpus] == ""
 
 

@@ -70,7 +70,7 @@ DAILY = {9, 20, 24}
 
 @pytest.mark.parametrize("number", range(len(ROWS)))
 def test_a_step_that_is_missing_is_named(number, tmp_path, request):
-    if number not in DAILY and not request.config.getoption("--whole"):
+    if number not in DAILY and not request.config.getoption("--weekly"):
         pytest.skip("two ranks train once more")
     name, changes, made, words = ROWS[number]
     text = Path(SCRIPTS[name].__file__).read_text("utf-8")

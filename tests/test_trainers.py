@@ -225,7 +225,7 @@ def test_ranks_save_after_the_same_step_whenever_the_signal_comes():
 @pytest.mark.skipif(bool(slurm.find_missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")
 def test_lightning_on_two_nodes_saves_is_requeued_and_goes_on(tmp_path, request):
     pytest.importorskip("pytorch_lightning")
-    if not request.config.getoption("--whole"):
+    if not request.config.getoption("--weekly"):
         pytest.skip("four imports of Lightning, twice")
     code = Path(__file__).resolve().parents[1] / "code"
     shutil.copy(code / "shardlab/trainers/lightning.sbatch", tmp_path)

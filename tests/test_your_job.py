@@ -35,7 +35,7 @@ def split_line(line):
 def test_the_planner_s_commands_run_and_say_what_the_page_says(
     line, tmp_path, capsys, monkeypatch, request
 ):
-    if "strategy run" in line and not request.config.getoption("--whole"):
+    if "strategy run" in line and not request.config.getoption("--weekly"):
         pytest.skip("starts eight ranks: tests/test_strategy_trial.py starts some each day")
     monkeypatch.chdir(tmp_path)
     status, out, error = run_main(capsys, *split_line(line))

@@ -7,10 +7,14 @@ A page's HTML is parsed once, in `on_page_context`: all additions change one tre
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from typing import Any
+
+# For `jupyter-book build .` in an environment in which the course itself is not installed.
+sys.path.append(str(Path(__file__).resolve().parents[2] / "code"))
 
 import calculator
 import cluster_site

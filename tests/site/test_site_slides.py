@@ -114,8 +114,8 @@ def test_a_deck_shows_what_the_page_shows_and_nothing_else(site, topic):
 
 @pytest.mark.parametrize("topic", TOPICS)
 def test_a_deck_s_minutes_are_the_lesson_s(site, topic, request):
-    if topic not in DAILY and not request.config.getoption("--whole"):
-        pytest.skip("three decks a day, all of them with --whole")
+    if topic not in DAILY and not request.config.getoption("--weekly"):
+        pytest.skip("three decks a day, all of them with --weekly")
     page = BeautifulSoup((site / f"lessons/{topic}.html").read_text("utf-8"), "html.parser")
     read = [
         section for section in deck.split_sections(page.article) if section.title != "Exercises"
@@ -127,8 +127,8 @@ def test_a_deck_s_minutes_are_the_lesson_s(site, topic, request):
 
 @pytest.mark.parametrize("topic", TOPICS)
 def test_slides_fit_and_can_be_read_from_afar(open_deck, topic, request):
-    if topic not in DAILY and not request.config.getoption("--whole"):
-        pytest.skip("three decks a day, all of them with --whole")
+    if topic not in DAILY and not request.config.getoption("--weekly"):
+        pytest.skip("three decks a day, all of them with --weekly")
     seen = open_deck(topic)
     assert seen.page.evaluate(LOOK) == []
     assert seen.wrong == []
@@ -137,8 +137,8 @@ def test_slides_fit_and_can_be_read_from_afar(open_deck, topic, request):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("topic", TOPICS)
 def test_a_deck_meets_wcag(open_deck, topic, scheme, request):
-    if topic != "zero" and not request.config.getoption("--whole"):
-        pytest.skip("one deck a day, all of them with --whole")
+    if topic != "zero" and not request.config.getoption("--weekly"):
+        pytest.skip("one deck a day, all of them with --weekly")
     page: Page = open_deck(topic, scheme=scheme).page
     assert page.evaluate("document.documentElement.dataset.theme") == scheme
     assert find_violations(page) == []

@@ -181,7 +181,8 @@ def run(
         # A former rank of torchrun has stale caches in torch and DTensor offsets.
         unsafe = gpu.get_device_module().is_initialized() or under_torchrun
         unsafe = unsafe or (device in gpu.GPU_BACKENDS and not launch.gpus_survive_fork())
-        method = "fresh" if unsafe or not hasattr(os, "fork") else "fork"
+        # macOS: the system's libraries (Accelerate, Objective-C) do not survive a fork.
+        method = "fresh" if unsafe or sys.platform != "linux" else "fork"
     worker.flush_outputs()
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as directory:
         state = torch.get_rng_state()

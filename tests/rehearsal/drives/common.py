@@ -6,7 +6,7 @@ well; `@on_caller` runs it once, in the process that starts ranks.
 
 Each day a drive runs only on the largest of its numbers of GPUs, because most faults on a shared
 GPU also occur on two. Exceptions are drives with messages, which go through the host on a shared
-GPU, and drives that depend on the GPU's owner: `@on(1, 2, daily=(1, 2))`. --whole runs all.
+GPU, and drives that depend on the GPU's owner: `@on(1, 2, daily=(1, 2))`. --weekly runs all.
 """
 
 from __future__ import annotations

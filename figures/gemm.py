@@ -121,8 +121,8 @@ def draw_ways() -> None:
         "Three ways to share C = A @ B among four ranks. By rows: each rank has a quarter of A's "
         "rows and all of B, and makes a quarter of C's rows. By columns: each has all of A and a "
         "quarter of B's columns, and makes a quarter of C's columns. By the inner dimension: each "
-        "has a quarter of A's columns and of B's rows, and makes a whole matrix; the four have to "
-        "be summed.",
+        "has a quarter of A's columns and of B's rows, and makes a matrix as large as C; these "
+        "four matrices have to be summed.",
     )
 
 
@@ -132,7 +132,7 @@ def draw_story() -> None:
     step, top = 1.52, 0.72
     heads = (
         "rank 0 reads\nA and B",
-        "B is broadcast,\nA dealt out",
+        "B is broadcast,\nA sent by rows",
         "each multiplies",
         "all-gather of C",
     )
@@ -188,7 +188,7 @@ def draw_inner() -> None:
     places = (0.7, 0.7 + wide + 0.95, 0.7 + 2 * (wide + 0.95))
     for place, held in zip(places, (own, summed, [[ALL] * N] * N), strict=True):
         draw_grid(axes, place, y, held)
-    heads = ("own products, all\nentries of C", "a quarter of C,\nsummed", "all of C,\nsummed")
+    heads = ("a partial sum\nof all of C", "the sum,\na quarter of C", "the sum,\nall of C")
     for place, words in zip(places, heads, strict=True):
         axes.text(place + wide / 2, 0.36, words, ha="center", va="center", fontsize=10)
     middle = y + 2 * 0.39 - 0.045
@@ -202,9 +202,9 @@ def draw_inner() -> None:
     show.save_svg(
         figure,
         HERE / "gemm_inner.svg",
-        "After a product by the inner dimension each of four ranks holds a matrix of the size of "
-        "C, with its own products in it. A reduce-scatter leaves each rank a quarter of C, summed "
-        "over all ranks. An all-gather then gives every rank all of C. The two are an all-reduce.",
+        "After a product by the inner dimension each of four ranks holds a partial sum of C, as "
+        "large as C. A reduce-scatter leaves each rank a quarter of C, summed over all ranks. An "
+        "all-gather then gives every rank all of C. The two are an all-reduce.",
     )
 
 
@@ -254,16 +254,16 @@ def draw_summa() -> None:
     show.save_svg(
         figure,
         HERE / "gemm_summa.svg",
-        "SUMMA on a grid of two by two ranks; each rank holds one block of A, of B and of C. "
-        "Step 1: ranks 0 and 2 hand their block of A along their row of the grid, ranks 0 and 1 "
-        "their block of B down their column; every rank adds the product of the two blocks it then "
-        "has to its block of C. Step 2: the same with the blocks of A of ranks 1 and 3, and the "
-        "blocks of B of ranks 2 and 3.",
+        "SUMMA on a grid of two by two ranks; each rank holds one block of A, of B and of C. Step "
+        "1: ranks 0 and 2 broadcast their block of A along their row of the grid, ranks 0 and 1 "
+        "their block of B along their column; every rank adds the product of these two blocks to "
+        "its block of C. Step 2: the same with the blocks of A of ranks 1 and 3, and the blocks "
+        "of B of ranks 2 and 3.",
     )
 
 
 def draw_thin() -> None:
-    """Draw a rank's bytes for its share of C, cut by columns, for growing numbers of ranks."""
+    """Draw a rank's bytes for its share of C, sharded by columns, for growing numbers of ranks."""
     figure, axes = make_canvas(6.75, 2.1)
     tall, y = 0.65, 0.66
     left = 0.12
@@ -287,10 +287,10 @@ def draw_thin() -> None:
     show.save_svg(
         figure,
         HERE / "gemm_thin.svg",
-        "What one rank reads and writes for its share of a square product, cut by columns. On 1 "
-        "rank: all of A, B and C. On 2: all of A, half of B and C; half the work for 0.67 of the "
-        "bytes. On 4: a quarter of the work for 0.50 of the bytes. On 16: a sixteenth of the work "
-        "for 0.38 of the bytes.",
+        "What one rank reads and writes for its share of a square product, sharded by columns. On "
+        "1 rank: all of A, B and C. On 2: all of A, half of B and C; half the work for 0.67 of "
+        "the bytes. On 4: a quarter of the work for 0.50 of the bytes. On 16: a sixteenth of the "
+        "work for 0.38 of the bytes.",
     )
 
 

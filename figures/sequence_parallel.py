@@ -42,15 +42,16 @@ def draw_blank(axes: Axes, place: Corner, **look: object) -> None:
 
 
 def block() -> Figure:
-    """A block on four ranks, twice. Above, tensor parallelism: norms, dropouts and the stream are
-    whole on every rank, attention and the feed-forward network are cut by heads and columns, and
-    an all-reduce stands where a cut part ends, in backward where it begins. Below, with sequence
-    parallelism: outside the cut parts each rank has a quarter of the tokens; an all-gather stands
-    where a cut part begins, a reduce-scatter where it ends, and backward the other way round.
+    """A block on four ranks, twice. Above, tensor parallelism: LayerNorms, dropouts and the
+    residual stream are whole on every rank, attention and the feed-forward network are sharded by
+    heads and columns, and an all-reduce is where a region ends, in backward where it begins. Below,
+    with sequence parallelism: outside the regions each rank has a quarter of the tokens; an
+    all-gather is where a region begins, a reduce-scatter where it ends, and in backward the
+    reverse.
     """
     figure, axes = make_canvas(6.75, 5.2)
     tall, gap, step, high = 0.34, 0.11, 0.4, 1.54
-    parts = (("norm", 0.46), ("enter", 0.3), ("cut", 0.84), ("leave", 0.3), ("drop\nadd", 0.46))
+    parts = (("norm", 0.46), ("enter", 0.3), ("region", 0.84), ("leave", 0.3), ("drop\nadd", 0.46))
     panels = {"tensor parallelism": ("nothing", "all-reduce")}
     panels["with sequence parallelism"] = "all-gather", "reduce-scatter"
     for number, (name, operators) in enumerate(panels.items()):
@@ -69,7 +70,7 @@ def block() -> Figure:
                     draw_text(axes, middle, top + high / 2, does, rotation=90)
                     draw_text(axes, middle, top + high + 0.26, backward, fontsize=SMALL)
                 else:
-                    label = inner if kind == "cut" else kind
+                    label = inner if kind == "region" else kind
                     draw_text(axes, middle, top - 0.2, label, fontsize=SMALL)
                     for rank in range(N):
                         y = top + rank * step
@@ -77,15 +78,15 @@ def block() -> Figure:
                         heads = x + rank * wide / N, y, wide / N, tall
                         tokens = x, y + rank * tall / N, wide, tall / N
                         outside = (tokens, rank) if number else ((x, y, wide, tall), None)
-                        draw_tile(axes, *((heads, rank) if kind == "cut" else outside))
+                        draw_tile(axes, *((heads, rank) if kind == "region" else outside))
                 x += wide + gap
     return figure
 
 
 def memory() -> Figure:
     """Bytes of activations that one layer keeps, without scores, in units of sbh, for tensor
-    degrees 1, 2, 4 and 8. Tensor parallelism alone: 34, 22, 16 and 13; of these 10 lie outside
-    the cut matrices and stay. With sequence parallelism, which divides them as well: 34, 17, 8.5
+    degrees 1, 2, 4 and 8. Tensor parallelism alone: 34, 22, 16 and 13; of these 10 lie outside the
+    sharded matrices and stay. With sequence parallelism, which divides them as well: 34, 17, 8.5
     and 4.25.
     """
     show.set_style()
@@ -94,7 +95,7 @@ def memory() -> Figure:
     s, h, a = 2048, 4096, 32  # any values: they cancel
     outside = ["outside\n10", *["10"] * 3], ["outside\n10", "10/2", "", ""]
     for group, sequence in enumerate((False, True)):
-        look = {"x": [group * 5 + i for i in range(4)], "width": 0.75, "edgecolor": INK, "lw": 0.8}
+        look = {"x": [group * 5 + i for i in range(4)], "width": 0.85, "edgecolor": INK, "lw": 0.8}
         kept = [korthikanti_layer(s, 1, h, a, t, sequence, "selective") for t in degrees]
         inside = [24 / t for t in degrees]
         above = [size / (s * h) - low for size, low in zip(kept, inside, strict=True)]
@@ -103,7 +104,7 @@ def memory() -> Figure:
         axes.bar_label(low, ["inside\n24", "24/2", "24/4", "24/8"], **small)
         axes.bar_label(high, outside[group], **small)
         axes.bar_label(high, [f"{size / (s * h):.4g}" for size in kept], padding=2, weight="bold")
-        name = "and sequence parallelism" if sequence else "tensor parallelism"
+        name = "with sequence parallelism" if sequence else "tensor parallelism"
         axes.text(group * 5 + 1.5, 38, name, ha="center", weight="bold")
     axes.set_xticks([*range(4), *range(5, 9)], [f"t = {t}" for t in degrees] * 2)
     axes.set(ylim=(0, 41), ylabel="bytes kept by a layer (sbh)")

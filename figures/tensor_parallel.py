@@ -1,8 +1,8 @@
 """Draw the pictures of the lesson `tensor_parallel` (python figures/tensor_parallel.py).
 
-Tensors that are the same on every rank are pale; a rank's slice or summand has that rank's colour;
-a sum has a stripe of each rank's colour. The docstring of a function that draws is the picture's
-alternative text.
+Tensors that are the same on every rank are pale; a rank's shard or partial sum has that rank's
+colour; a sum has a stripe of each rank's colour. The docstring of a function that draws is the
+picture's alternative text.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def draw_piece(axes: Axes, place: Corner, ranks: tuple[int, ...] | None, text: s
 
 
 def draw_matrix(axes: Axes, place: Corner, by: str, holders: tuple[int, ...] = (0, 1)) -> None:
-    """Draw a matrix cut in halves, by "columns" or "rows"; only those of `holders` are filled."""
+    """Draw a matrix sharded by "columns" or "rows"; only the halves of `holders` are filled."""
     left, top, wide, high = place
     for half in range(2):
         corner = (left + half * wide / 2, top, wide / 2, high)
@@ -63,10 +63,10 @@ def draw_exchange(axes: Axes, place: Corner, text: str, **look: object) -> None:
 
 
 def ffn() -> Figure:
-    """A feed-forward network on two ranks. Each rank has all of X. The first matrix is cut by
+    """A feed-forward network on two ranks. Each rank has all of X. The first matrix is sharded by
     columns: each rank has 4096 x 8192 of it, and computes its half of XW₁ and of its GELU. The
-    second is cut by rows: each rank has 8192 x 4096 of it, and computes a summand of Y, as large
-    as all of Y. An all-reduce adds the two, and each rank has all of Y.
+    second is sharded by rows: each rank has 8192 x 4096 of it, and computes a partial sum of Y, as
+    large as all of Y. An all-reduce adds the two, and each rank has all of Y.
     """
     h, wide = 0.27, 0.8
     figure, axes = make_canvas(4.66, 2.9)
@@ -82,7 +82,7 @@ def ffn() -> Figure:
         draw_matrix(axes, (x["GELU(XW₁)"], middle - h / 2, wide, h), "columns", (rank,))
         draw_matrix(axes, (x["W₂"], y, h, wide), "rows", (rank,))
         draw_piece(axes, (3.36, middle - h / 2, h, h), (rank,))
-        draw_text(axes, 3.5, middle - h / 2 - 0.12, "summand", fontsize=SMALL)
+        draw_text(axes, 3.5, middle - h / 2 - 0.18, "partial\nsum", fontsize=SMALL)
         draw_piece(axes, (x["Y"], middle - h / 2, h, h), (0, 1))
         draw_text(axes, x["Y"] + h / 2, middle - h / 2 - 0.12, "the sum", fontsize=SMALL)
         for at, sign in ((0.88, "·"), (1.84, "→"), (2.815, "·"), (3.25, "→")):
@@ -97,7 +97,7 @@ def ffn() -> Figure:
 
 
 def orders() -> Figure:
-    """Four ways of cutting two matrices, and what each rank sends, in units of one Y times
+    """Four ways of sharding two matrices, and what each rank sends, in units of one Y times
     (N-1)/N. Columns, then rows: nothing before GELU, an all-reduce of Y at the end: 2. Columns
     twice: an all-gather after GELU and one of Y: 4 + 1. Rows twice: a reduce-scatter before GELU
     and an all-reduce of Y: 4 + 2. Rows, then columns: an all-reduce before GELU and an all-gather
@@ -118,9 +118,9 @@ def orders() -> Figure:
         y = 0.46 + number * step
         middle = y + wide / 2
         top = middle - h / 2
-        first, second = (name.startswith("rows"), after == "all-reduce")  # is it cut by rows?
+        first, second = (name.startswith("rows"), after == "all-reduce")  # sharded by rows?
         for place, by_rows in (((0.1, top, h, h), first), ((2.42, top, wide, h), second)):
-            if by_rows:  # the left factor of a matrix cut by rows is cut by columns
+            if by_rows:  # the left factor of a matrix sharded by rows is sharded by columns
                 draw_matrix(axes, place, "columns")
             else:
                 draw_piece(axes, place, SAME)
@@ -138,8 +138,8 @@ def orders() -> Figure:
 
 
 def conjugate() -> Figure:
-    """The two operators around a cut piece of network, on two ranks. Forward, copy_to hands each
-    rank the same x, and reduce_from adds up what the two computed. Backward, reduce_from hands
+    """The two operators around a sharded part of a network, on two ranks. Forward, copy_to gives
+    each rank the same x, and reduce_from adds up what the two computed. Backward, reduce_from gives
     each rank the same gradient, and copy_to adds up the gradients of x.
     """
     figure, axes = make_canvas(6.3, 3.5)
@@ -172,10 +172,10 @@ def conjugate() -> Figure:
 
 
 def heads() -> Figure:
-    """Attention with eight heads of queries and four of keys and values on two ranks. Rank 0 has
-    the first four heads of queries and the two of keys and values that they share, rank 1 the
-    others: columns of the three matrices. Each computes attention for its own heads, and
-    multiplies by its rows of the output matrix; an all-reduce adds the two summands.
+    """Attention with eight query heads and four key-value heads on two ranks. Rank 0 has the first
+    four query heads and the two key-value heads that they share, rank 1 the others: columns of the
+    three matrices. Each rank computes attention for its own heads, and multiplies by its rows of
+    the output matrix; an all-reduce adds the two partial sums.
     """
     figure, axes = make_canvas(6.4, 4.3)
     size, half, left, wide = 0.34, 2.95, 0.72, 2.22
@@ -193,7 +193,7 @@ def heads() -> Figure:
         draw_piece(axes, (x, 2.6, wide, 0.3), (rank,), "its rows of the output matrix")
         for begin, end in ((0.66, 0.94), (2.28, 2.57), (2.92, 3.16), (3.48, 3.72)):
             draw_arrow(axes, (middle, begin), (middle, end), lw=1.1)
-        for y, text in ((0.79, "its columns"), (2.42, "attention"), (3.04, "a summand")):
+        for y, text in ((0.79, "its columns"), (2.42, "attention"), (3.04, "partial sum")):
             draw_text(axes, middle + 0.1, y, text, ha="left", fontsize=SMALL)
         draw_piece(axes, (x, 3.74, wide, 0.3), (0, 1))
         draw_text(axes, middle, 4.16, "y, the sum")
@@ -247,28 +247,26 @@ def vocabulary() -> Figure:
 
 
 def block() -> Figure:
-    """A block on two ranks. The residual stream, norms and dropout are whole on both ranks.
-    Attention and the feed-forward network are cut, from copy_to to reduce_from. In forward each
+    """A block on two ranks. The residual stream, LayerNorms and dropout are whole on both ranks.
+    Attention and the feed-forward network are sharded, from copy_to to reduce_from. In forward each
     reduce_from is an all-reduce, in backward each copy_to: two and two.
     """
-    figure, axes = make_canvas(6.5, 2.4)
+    figure, axes = make_canvas(6.65, 2.4)
     tall, step, gap = 0.4, 0.6, 0.1
-    half = {"norm": 0.46, "copy_to": 0.28, "cut": 0.88, "reduce_from": 0.28, "drop\nadd": 0.46}
+    half = {"norm": 0.46, "copy_to": 0.28, "sharded": 0.88, "reduce_from": 0.28, "drop\nadd": 0.46}
     for rank in range(2):
         y = 0.32 + rank * step
         middle, beyond = y + tall / 2, (y - 0.12, y + tall + 0.12)[rank]
         draw_text(axes, 0.54, middle, f"rank {rank}", fontsize=11, ha="right")
         x = 0.64
         for inner in ("attention", "feed-\nforward"):
-            begin = x + 0.04
+            begin = x = x + gap  # of the shortcut, between two boxes
             for name, wide in half.items():
                 draw_arrow(axes, (x, middle), (x + gap, middle), lw=0.9, mutation_scale=7)
                 x += gap
                 if "_" not in name:
-                    cut = name == "cut"
-                    draw_piece(
-                        axes, (x, y, wide, tall), (rank,) if cut else SAME, inner if cut else name
-                    )
+                    ranks, label = ((rank,), inner) if name == "sharded" else (SAME, name)
+                    draw_piece(axes, (x, y, wide, tall), ranks, label)
                 elif rank == 0:
                     draw_exchange(
                         axes, (x, y - 0.04, wide, step + tall + 0.08), name, fontsize=SMALL
@@ -276,11 +274,13 @@ def block() -> Figure:
                     for row, sign in enumerate("=+" if name == "copy_to" else "+="):
                         draw_text(axes, x + wide / 2, 1.7 + row * 0.26, sign, fontsize=13)
                 x += wide
-            stops = (middle, beyond, beyond, y + rank * tall)
-            axes.plot((begin, begin, x - 0.23, x - 0.23), stops, color=INK, lw=0.9)
+            end, foot = (x - 0.23, beyond), (x - 0.23, y + rank * tall)
+            shortcut = (begin - gap, middle), (begin, middle), (begin, beyond), end
+            axes.plot(*zip(*shortcut, strict=True), color=INK, lw=0.9)
+            draw_arrow(axes, end, foot, lw=0.9, mutation_scale=7)
     for row, name in enumerate(("forward", "backward")):
         draw_text(axes, 0.9, 1.7 + row * 0.26, name, ha="right")
-    for x, text in ((2.5, "=  hands on"), (4.3, "+  all-reduce")):
+    for x, text in ((2.5, "=  nothing sent"), (4.3, "+  all-reduce")):
         draw_text(axes, x, 2.28, text, fontsize=SMALL)
     return figure
 

@@ -49,17 +49,17 @@ def draw_badge(axes: Axes, x: float, y: float, type_: str, wrong: bool = False) 
 
 def kinds() -> Figure:
     """The four types, on two ranks. I: both hold 3, and both hold the gradient, 5. R: both hold 3;
-    their gradients are 2 and 3, addends of 5. V: they hold 3 and 4, with gradients 5 and 6. P: they
-    hold 1 and 2, addends of 3, and both hold the gradient, 5.
+    their gradients are 2 and 3, partial sums of 5. V: they hold 3 and 4, with gradients 5 and 6. P:
+    they hold 1 and 2, partial sums of 3, and both hold the gradient, 5.
     """
     figure, axes = make_canvas(6.1, 2.95)
     for at, text in ((0.85, "two ranks hold"), (2.85, "their gradients")):
         draw_title(axes, at + 0.4, 0.15, text, fontsize=10)
     rows = (
         ("I", ("3", "3"), True, ("5", "5"), True, "the same, with one gradient,\nwhich both have"),
-        ("R", ("3", "3"), True, ("2", "3"), False, "the same, with addends\nof its gradient"),
+        ("R", ("3", "3"), True, ("2", "3"), False, "the same, with partial\nsums of its gradient"),
         ("V", ("3", "4"), False, ("5", "6"), False, "each its own,\nwith its own gradient"),
-        ("P", ("1", "2"), False, ("5", "5"), True, "addends of a sum,\nwith the sum's gradient"),
+        ("P", ("1", "2"), False, ("5", "5"), True, "partial sums,\nwith the sum's gradient"),
     )
     for number, (type_, holds, same, gradient, alike, text) in enumerate(rows):
         y = 0.36 + number * 0.66
@@ -77,19 +77,19 @@ STEPS = ("f", "· W₁", "gelu", "· W₂", "g", "+ b")
 
 
 def chain() -> Figure:
-    """A feed-forward network, by types. Above, as it should be: x is I, f makes it R; the product
-    with the cut W₁ is V, GELU leaves it V, the product with the cut W₂ is V and is meant as P, g
+    """A feed-forward network, by types. Above, with f: x is I, f makes it R; the product with the
+    sharded W₁ is V, GELU leaves it V, the product with the sharded W₂ is V and is meant as P, g
     makes the sum, I, and the bias, which is I, is added. Gradients go back with the dual types: I,
     R, V, V, P, I. Below, without f: x is I and is multiplied by W₁, which is V. There the checker
     stops.
     """
-    figure, axes = make_canvas(6.6, 3.2)
+    figure, axes = make_canvas(6.6, 2.75)
     panels = (
         (0.62, ["I", "R", "V", "V", "P", "I", "I"], ["I", "P", "V", "V", "R", "I", "I"], STEPS),
         (2.42, ["I", "?"], [], ("· W₁", "gelu", "· W₂", "g", "+ b")),
     )
     for top, forward, backward, steps in panels:
-        name = "as it should be" if backward else "without f"
+        name = "with f" if backward else "without f"
         draw_title(axes, 0.1, top - 0.42, name, ha="left", fontsize=10)
         for number, type_ in enumerate(forward):
             x = 0.75 + number * 0.9
@@ -117,10 +117,10 @@ def chain() -> Figure:
 
 def step() -> Figure:
     """A step of data and tensor parallelism, by the types of a matrix on both axes, dp and tp. The
-    matrix is R on dp and V on tp, the local loss V and I. It is said to be an addend of the joint
-    loss: P and I. Backward gives the matrix a gradient with the dual types, P and V. The all-reduce
-    over dp makes it R and V, which are the matrix's own types: the step may be taken. Without the
-    all-reduce P is combined with R in the step.
+    matrix is R on dp and V on tp, the local loss V and I. The loss is declared a partial sum of the
+    joint loss: P and I. Backward gives the matrix a gradient with the dual types, P and V. The
+    all-reduce over dp makes it R and V, which are the matrix's own types, so the step is allowed.
+    Without the all-reduce P is combined with R in the step.
     """
     figure, axes = make_canvas(6.6, 2.5)
     at = (0.6, 1.95, 3.3, 4.65, 6.0)
@@ -138,7 +138,7 @@ def step() -> Figure:
         draw_text(axes, (left + right) / 2, 1.08 - 0.22, text, fontsize=SMALL)
     draw_arrow(axes, (6.0, 1.6), (0.6, 1.6), connectionstyle="arc3,rad=-0.14", mutation_scale=9)
     draw_text(
-        axes, 3.3, 2.2, "step: a gradient has to be what the matrix is, R and V", fontsize=SMALL
+        axes, 3.3, 2.2, "step: the gradient must have the matrix's types, R and V", fontsize=SMALL
     )
     return figure
 

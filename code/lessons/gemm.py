@@ -198,7 +198,7 @@ assert all(c_MN.tolist() == [[21, 2], [43, 4], [65, 6], [87, 8]] for c_MN in fou
 assert max(map(max, off)) == 0
 
 # %% [markdown]
-# ![After a product by the inner dimension each of four ranks holds a matrix of the size of C, with its own products in it. A reduce-scatter leaves each rank a quarter of C, summed over all ranks. An all-gather then gives every rank all of C. The two are an all-reduce.](../figures/gemm_inner.svg)
+# ![After a product by the inner dimension each of four ranks holds a partial sum of C, as large as C. A reduce-scatter leaves each rank a quarter of C, summed over all ranks. An all-gather then gives every rank all of C. The two are an all-reduce.](../figures/gemm_inner.svg)
 #
 # The plain versions leave out two things.
 # First, sizes that the number of ranks does not divide: the collectives need equal shards.
@@ -289,7 +289,7 @@ show.table(rows, [*head, "difference (B)", "fits in 40 MB"])
 # On a grid of ranks every matrix is sharded by rows and columns, and each rank has one block of each matrix.
 # To multiply, ranks broadcast their blocks in their row or column of the grid {cite}`vandegeijn1997summa`.
 #
-# ![SUMMA on a grid of two by two ranks; each rank holds one block of A, of B and of C. Step 1: ranks 0 and 2 hand their block of A along their row of the grid, ranks 0 and 1 their block of B down their column; every rank adds the product of the two blocks it then has to its block of C. Step 2: the same with the blocks of A of ranks 1 and 3, and the blocks of B of ranks 2 and 3.](../figures/gemm_summa.svg)
+# ![SUMMA on a grid of two by two ranks; each rank holds one block of A, of B and of C. Step 1: ranks 0 and 2 broadcast their block of A along their row of the grid, ranks 0 and 1 their block of B along their column; every rank adds the product of these two blocks to its block of C. Step 2: the same with the blocks of A of ranks 1 and 3, and the blocks of B of ranks 2 and 3.](../figures/gemm_summa.svg)
 #
 # Each step is a product by the inner dimension, but each rank computes and adds up all partial sums of its own block of $C$.
 # The next cell is the picture as a loop, for a square grid and equal blocks.
@@ -741,7 +741,7 @@ show.figure(
 #
 # Sharding a product moves it to the left, because a rank reads more than a $t$-th of the bytes.
 #
-# ![What one rank reads and writes for its share of a square product, cut by columns. On 1 rank: all of A, B and C. On 2: all of A, half of B and C; half the work for 0.67 of the bytes. On 4: a quarter of the work for 0.50 of the bytes. On 16: a sixteenth of the work for 0.38 of the bytes.](../figures/gemm_thin.svg)
+# ![What one rank reads and writes for its share of a square product, sharded by columns. On 1 rank: all of A, B and C. On 2: all of A, half of B and C; half the work for 0.67 of the bytes. On 4: a quarter of the work for 0.50 of the bytes. On 16: a sixteenth of the work for 0.38 of the bytes.](../figures/gemm_thin.svg)
 #
 # For square matrices the intensity is $2n/(w(t+2))$.
 # Also, a kernel cuts $C$ into tiles and distributes the tiles over the processor's units.

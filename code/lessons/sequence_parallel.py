@@ -167,7 +167,7 @@ show.table(
 # So outside the regions, shard the *sequence*: a rank keeps $s/t$ tokens, with all $h$ numbers of each.
 # Inside, as before, it has all tokens, with $1/t$ of the heads or columns.
 #
-# ![A block on four ranks, twice. Above, tensor parallelism: norms, dropouts and the stream are whole on every rank, attention and the feed-forward network are sharded by heads and columns, and an all-reduce is where a region ends, in backward where it begins. Below, with sequence parallelism: outside the regions each rank has a quarter of the tokens; an all-gather is where a region begins, a reduce-scatter where it ends, and backward the other way round.](../figures/sequence_parallel_block.svg)
+# ![A block on four ranks, twice. Above, tensor parallelism: LayerNorms, dropouts and the residual stream are whole on every rank, attention and the feed-forward network are sharded by heads and columns, and an all-reduce is where a region ends, in backward where it begins. Below, with sequence parallelism: outside the regions each rank has a quarter of the tokens; an all-gather is where a region begins, a reduce-scatter where it ends, and in backward the reverse.](../figures/sequence_parallel_block.svg)
 #
 # Before a region, an **all-gather** collects all tokens.
 # After the region, each rank has a partial sum for every token, but needs the sum for its own tokens only: a **reduce-scatter**.

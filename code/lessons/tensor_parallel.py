@@ -159,7 +159,7 @@ def by_rows(x_TI, w_IO):
 # $$
 #
 # If $W$ is sharded *by rows*, $X$ is sharded by columns: rank 0 multiplies its columns of $X$ by its rows of $W$.
-# Each product has the full shape of $Y$, but is only a *partial sum* (a summand, in pictures and comments). An all-reduce adds up the partial sums:
+# Each product has the full shape of $Y$, but is only a *partial sum* (a summand, in comments). An all-reduce adds up the partial sums:
 #
 # $$
 # [\,X^{(0)} \mid X^{(1)}\,] \begin{bmatrix} W^{(0)} \\ W^{(1)} \end{bmatrix} = X^{(0)} W^{(0)} + X^{(1)} W^{(1)} .
@@ -195,7 +195,7 @@ for found in (two, four):
 # Shard $W_1$ by columns and $W_2$ by rows: then the first product's output is sharded just as the second product needs its input.
 # GELU is elementwise, so each rank applies it to its own columns. Nothing is sent between the two matrices {cite}`shoeybi2019megatron`.
 #
-# ![A feed-forward network on two ranks. Each rank has all of X. The first matrix is sharded by columns: each rank has 4096 x 8192 of it, and computes its half of XW₁ and of its GELU. The second is sharded by rows: each rank has 8192 x 4096 of it, and computes a summand of Y, as large as all of Y. An all-reduce adds the two, and each rank has all of Y.](../figures/tensor_parallel_ffn.svg)
+# ![A feed-forward network on two ranks. Each rank has all of X. The first matrix is sharded by columns: each rank has 4096 x 8192 of it, and computes its half of XW₁ and of its GELU. The second is sharded by rows: each rank has 8192 x 4096 of it, and computes a partial sum of Y, as large as all of Y. An all-reduce adds the two, and each rank has all of Y.](../figures/tensor_parallel_ffn.svg)
 #
 # The cell runs the picture's network on three tokens; each rank creates only its own half of the weights.
 
@@ -248,7 +248,7 @@ for rank, (y_TH, held) in enumerate(ranks.run(run_on_two_ranks, 2)):
 # A rank can compute only its own partial sum, so backward needs an all-reduce over the ranks.
 # The backward of the sum $Y$ needs no message: the gradient of each partial sum is $dY$, which all ranks have.
 #
-# ![The two operators around a sharded part of a network, on two ranks. Forward, copy_to hands each rank the same x, and reduce_from adds up what the two computed. Backward, reduce_from hands each rank the same gradient, and copy_to adds up the gradients of x.](../figures/tensor_parallel_conjugate.svg)
+# ![The two operators around a sharded part of a network, on two ranks. Forward, copy_to gives each rank the same x, and reduce_from adds up what the two computed. Backward, reduce_from gives each rank the same gradient, and copy_to adds up the gradients of x.](../figures/tensor_parallel_conjugate.svg)
 #
 # A tensor has the colour of the rank that computed it, or both colours if it is a sum, which both ranks have. A thick outline marks new tensors. $A = \mathrm{GELU}(X W_1)$, and $dX$ is the gradient of the loss with respect to $X$.
 #
@@ -261,11 +261,11 @@ for rank, (y_TH, held) in enumerate(ranks.run(run_on_two_ranks, 2)):
 #
 #    Each rank computes its columns of $X W_1$ and of $A$. Nothing is sent.
 #
-# 3. ![Each rank multiplies its columns of A by its rows of W₂: it has a summand of Y, as large as all of Y. Nothing is sent.](../figures/steps/tensor_parallel_3.svg)
+# 3. ![Each rank multiplies its columns of A by its rows of W₂: it has a partial sum of Y, as large as all of Y. Nothing is sent.](../figures/steps/tensor_parallel_3.svg)
 #
 #    Each rank multiplies its columns of $A$ by its rows of $W_2$: a partial sum, with the shape of $Y$. Nothing is sent.
 #
-# 4. ![An all-reduce adds the two summands: both ranks have all of Y.](../figures/steps/tensor_parallel_4.svg)
+# 4. ![An all-reduce adds the two partial sums: both ranks have all of Y.](../figures/steps/tensor_parallel_4.svg)
 #
 #    The only message in forward: an all-reduce adds the partial sums.
 #
@@ -277,11 +277,11 @@ for rank, (y_TH, held) in enumerate(ranks.run(run_on_two_ranks, 2)):
 #
 #    From $dY$ each rank computes the gradients of its own rows of $W_2$ and of its own columns of $A$.
 #
-# 7. ![Each rank computes the gradient of its columns of W₁, and a summand of the gradient of X, as large as all of it. Nothing is sent.](../figures/steps/tensor_parallel_7.svg)
+# 7. ![Each rank computes the gradient of its columns of W₁, and a partial sum of the gradient of X, as large as all of it. Nothing is sent.](../figures/steps/tensor_parallel_7.svg)
 #
 #    After GELU's backward, each rank computes the gradient of its columns of $W_1$, and its partial sum of $dX$.
 #
-# 8. ![An all-reduce adds the two summands: both ranks have all of the gradient of X. Of the weights' gradients each rank has those of its own halves.](../figures/steps/tensor_parallel_8.svg)
+# 8. ![An all-reduce adds the two partial sums: both ranks have all of the gradient of X. Of the weights' gradients each rank has those of its own halves.](../figures/steps/tensor_parallel_8.svg)
 #
 #    The only message in backward: an all-reduce adds the partial sums of $dX$. Each rank keeps the gradients of its own weights.
 # :::
@@ -602,7 +602,7 @@ for t in (2, 4, 8):
 # A head uses only its own columns of queries, keys and values, so each rank computes whole heads.
 # The matrices of queries, keys and values are sharded by columns, the output matrix by rows; attention takes GELU's place between them.
 #
-# ![Attention with eight heads of queries and four of keys and values on two ranks. Rank 0 has the first four heads of queries and the two of keys and values that they share, rank 1 the others: columns of the three matrices. Each computes attention for its own heads, and multiplies by its rows of the output matrix; an all-reduce adds the two summands.](../figures/tensor_parallel_heads.svg)
+# ![Attention with eight query heads and four key-value heads on two ranks. Rank 0 has the first four query heads and the two key-value heads that they share, rank 1 the others: columns of the three matrices. Each rank computes attention for its own heads, and multiplies by its rows of the output matrix; an all-reduce adds the two partial sums.](../figures/tensor_parallel_heads.svg)
 #
 # The plain version takes an `Attention` of the plain GPT, whose layers are `nn.Linear`, so columns are dimension 0:
 
@@ -872,7 +872,7 @@ show.table(rows, head)
 #
 # The largest matrix of GPT-2 is its *embedding*. It is sharded by rows: a rank looks up the tokens whose rows it holds, and puts zeros for the others; the sum over the ranks is the whole output.
 #
-# ![The vocabulary on two ranks, four of eight entries each. Left, the embedding: for tokens 5, 1, 7 and 2 each rank looks up those that it has and puts zeros for the others; an all-reduce adds the two. Right, the loss: each rank keeps its half of the logits, and three numbers for each token are reduced: the largest logit, the sum of the exponentials, and the target’s logit, which one rank has.](../figures/tensor_parallel_vocabulary.svg)
+# ![The vocabulary on two ranks, four of eight entries each. Left, the embedding: for tokens 5, 1, 7 and 2 each rank looks up those that it has and puts zeros for the others; an all-reduce adds the two. Right, the loss: each rank keeps its half of the logits, and three numbers for each token are reduced: the largest logit, the sum of the exponentials, and the target's logit, which one rank has.](../figures/tensor_parallel_vocabulary.svg)
 #
 # The output layer (the model's head) is column-parallel, so each rank computes the *logits* of its own vocabulary entries.
 # The logits need not be gathered. With $V$ entries, logits $z_j$, and $j \in r$ for the entries of rank $r$, the loss of a token is

@@ -137,7 +137,7 @@ assert OFF[first][1] < 1e-14 and 0.96 < OFF[second][1] < 0.97
 #
 # A tensor's type says whether the tensor and its *gradient* are the same on all ranks of a group.
 #
-# ![The four types, on two ranks. I: both hold 3, and both hold the gradient, 5. R: both hold 3; their gradients are 2 and 3, addends of 5. V: they hold 3 and 4, with gradients 5 and 6. P: they hold 1 and 2, addends of 3, and both hold the gradient, 5.](../figures/tensor_types_kinds.svg)
+# ![The four types, on two ranks. I: both hold 3, and both hold the gradient, 5. R: both hold 3; their gradients are 2 and 3, partial sums of 5. V: they hold 3 and 4, with gradients 5 and 6. P: they hold 1 and 2, partial sums of 3, and both hold the gradient, 5.](../figures/tensor_types_kinds.svg)
 #
 # - **I**, invariant: all ranks hold the same tensor and use it in the same way, so each rank computes the full gradient.
 #   In tensor parallelism the residual stream is I, and so are norms' weights.
@@ -158,7 +158,7 @@ print(tt.GRADIENT_TYPES)
 # %% [markdown]
 # The types in the network:
 #
-# ![A feed-forward network, by types. Above, as it should be: x is I, f makes it R; the product with the cut W₁ is V, GELU leaves it V, the product with the cut W₂ is V and is meant as P, g makes the sum, I, and the bias, which is I, is added. Gradients go back with the dual types: I, R, V, V, P, I. Below, without f: x is I and is multiplied by W₁, which is V. There the checker stops.](../figures/tensor_types_chain.svg)
+# ![A feed-forward network, by types. Above, with f: x is I, f makes it R; the product with the sharded W₁ is V, GELU leaves it V, the product with the sharded W₂ is V and is meant as P, g makes the sum, I, and the bias, which is I, is added. Gradients go back with the dual types: I, R, V, V, P, I. Below, without f: x is I and is multiplied by W₁, which is V. There the checker stops.](../figures/tensor_types_chain.svg)
 #
 # `copy_to`, Megatron's $f$, turns I into R. Its forward is the identity; the change of type requires the all-reduce in its backward.
 # `reduce_from`, $g$, turns P into I.
@@ -444,7 +444,7 @@ show.table(rows, ["the checker", "gradients right", "some gradient wrong"])
 #
 # ## Through backward and the step
 #
-# ![A step of data and tensor parallelism, by the types of a matrix on both axes, dp and tp. The matrix is R on dp and V on tp, the local loss V and I. It is said to be an addend of the joint loss: P and I. Backward gives the matrix a gradient with the dual types, P and V. The all-reduce over dp makes it R and V, which are the matrix's own types: the step may be taken. Without the all-reduce P is combined with R in the step.](../figures/tensor_types_step.svg)
+# ![A step of data and tensor parallelism, by the types of a matrix on both axes, dp and tp. The matrix is R on dp and V on tp, the local loss V and I. The loss is declared a partial sum of the joint loss: P and I. Backward gives the matrix a gradient with the dual types, P and V. The all-reduce over dp makes it R and V, which are the matrix's own types, so the step is allowed. Without the all-reduce P is combined with R in the step.](../figures/tensor_types_step.svg)
 #
 # The loss of a rank's own batch is V on the data axis. You declare it P: a partial sum of the joint loss.
 # Backward may start from a loss of type I or P; from an R loss, each gradient would be counted once for every rank.

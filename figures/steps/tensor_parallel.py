@@ -9,7 +9,7 @@ from sheet import Place, draw_cells, save_step
 from shardlab.common.show.drawing import Cell, draw_text, draw_title, make_canvas
 
 RANKS = (0, 1)
-# Tensors from left to right: width, and cut by columns ("|"), by rows ("-") or not at all ("").
+# Tensors from left to right: width, and sharded by columns ("|"), by rows ("-") or not at all ("").
 TENSORS = {"X": (0.42, ""), "W₁": (0.58, "|"), "A": (0.58, "|"), "W₂": (0.46, "-"), "Y": (0.42, "")}
 LEFT, HIGH, GAP, BETWEEN = 0.62, 0.42, 0.1, 0.08
 TOPS = (0.82, 2.3)  # of the values, and of their gradients
@@ -25,7 +25,7 @@ class Moment:
     values: str = ""  # of X, A and Y; the weights are always there
     gradients: str = ""
     new: str = ""  # tensors that this phase has computed
-    summands: str = ""  # tensors of which each rank has only a summand
+    partial: str = ""  # tensors of which each rank has only a partial sum
 
 
 TABLES = "Two tables, values above and gradients below, with a row for each of two ranks"
@@ -46,15 +46,15 @@ MOMENTS = (
     ),
     Moment(
         "A times W₂",
-        "Each rank multiplies its columns of A by its rows of W₂: it has a summand of Y, as large "
-        "as all of Y. Nothing is sent.",
+        "Each rank multiplies its columns of A by its rows of W₂: it has a partial sum of Y, as "
+        "large as all of Y. Nothing is sent.",
         values="XAY",
         new="Y",
-        summands="Y",
+        partial="Y",
     ),
     Moment(
         "all-reduce of Y",
-        "An all-reduce adds the two summands: both ranks have all of Y.",
+        "An all-reduce adds the two partial sums: both ranks have all of Y.",
         values="XAY",
         new="Y",
     ),
@@ -75,16 +75,16 @@ MOMENTS = (
     ),
     Moment(
         "gradients of W₁ and X",
-        "Each rank computes the gradient of its columns of W₁, and a summand of the gradient of X, "
-        "as large as all of it. Nothing is sent.",
+        "Each rank computes the gradient of its columns of W₁, and a partial sum of the gradient "
+        "of X, as large as all of it. Nothing is sent.",
         values="XAY",
         gradients="Y2A1X",
         new="1X",
-        summands="X",
+        partial="X",
     ),
     Moment(
         "all-reduce of X's gradient",
-        "An all-reduce adds the two summands: both ranks have all of the gradient of X. Of the "
+        "An all-reduce adds the two partial sums: both ranks have all of the gradient of X. Of the "
         "weights' gradients each rank has those of its own halves.",
         values="XAY",
         gradients="Y2A1X",
@@ -96,10 +96,10 @@ MOMENTS = (
 def list_places(top: float, rank: int) -> dict[str, list[Place]]:
     """Return the pieces of each tensor in a rank's row."""
     x, y, found = LEFT, top + rank * (HIGH + GAP), {}
-    for name, (wide, cut) in TENSORS.items():
-        if cut == "|":
+    for name, (wide, by) in TENSORS.items():
+        if by == "|":
             pieces = [(x + i * wide / 2, y, wide / 2, HIGH) for i in RANKS]
-        elif cut == "-":
+        elif by == "-":
             pieces = [(x, y + i * HIGH / 2, wide, HIGH / 2) for i in RANKS]
         else:
             pieces = [(x, y, wide, HIGH)]
@@ -107,13 +107,13 @@ def list_places(top: float, rank: int) -> dict[str, list[Place]]:
     return found
 
 
-def list_holders(name: str, there: bool, summand: bool, rank: int, piece: int) -> Cell:
-    """Return the ranks in a piece: for a whole tensor, both ranks unless it is a summand."""
+def list_holders(name: str, there: bool, partial: bool, rank: int, piece: int) -> Cell:
+    """Return the ranks in a piece: for a full tensor, both ranks unless it is a partial sum."""
     if not there:
         return ()
     if TENSORS[name][1]:
         return (rank,) if piece == rank else ()
-    return (rank,) if summand else RANKS
+    return (rank,) if partial else RANKS
 
 
 def draw(number: int, moment: Moment) -> None:
@@ -132,8 +132,8 @@ def draw(number: int, moment: Moment) -> None:
                 short = name[-1].translate({0x2081: "1", 0x2082: "2"})
                 current = short in moment.new and lower == bool(moment.gradients)
                 for piece, at in enumerate(pieces):
-                    summand = short in moment.summands and current
-                    cell = list_holders(name, short in here, summand, rank, piece)
+                    partial = short in moment.partial and current
+                    cell = list_holders(name, short in here, partial, rank, piece)
                     held.append((at, cell))
                     if current and cell:
                         new.append(at)

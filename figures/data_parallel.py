@@ -61,9 +61,9 @@ def draw_buckets() -> None:
     # Widths of parameters in the module's order, first to last.
     widths = [0.95, 0.5, 0.7, 0.7, 0.5, 0.7, 0.7, 0.55]
     names = ["embed", "1a", "1b", "1c", "2a", "2b", "2c", "head"]
-    dealt = [[7], [6, 5, 4], [3, 2, 1], [0]]
+    buckets = [[7], [6, 5, 4], [3, 2, 1], [0]]
     shades, inks = [COLORS[0], COLORS[4]], ["#ffffff", "#000000"]
-    number = {i: k for k, bucket in enumerate(dealt) for i in bucket}
+    number = {i: k for k, bucket in enumerate(buckets) for i in bucket}
     x, places = 0.1, []
     axes.text(0.1, 0.15, "parameters, in the module's order", va="center")
     for i, (width, name) in enumerate(zip(widths, names, strict=True)):
@@ -76,7 +76,7 @@ def draw_buckets() -> None:
     words = "backward finishes their gradients from right to left"
     axes.text(3, 1.16, words, ha="center", va="center", fontsize=10)
     x = 0.1
-    for k, bucket in enumerate(dealt):
+    for k, bucket in enumerate(buckets):
         begin = x
         for i in bucket:
             width = 0.72 * widths[i]
@@ -90,14 +90,14 @@ def draw_buckets() -> None:
         axes.text((begin + x) / 2, 1.58, f"bucket {k}", ha="center", va="center", fontsize=10)
         draw_arrow(axes, ((begin + x) / 2, 2.21), ((begin + x) / 2, 2.5))
         x += 0.3
-    words = "one message each, first bucket first; it is small, so that the wire starts early"
+    words = "one message each, bucket 0 first; it is small, so that sending starts early"
     axes.text(0.1, 2.66, words, va="center", fontsize=10)
     words = "hatched: one element per parameter, “did any rank have a gradient?”"
     axes.text(0.1, 2.92, words, va="center", fontsize=10)
     show.save_svg(
         figure,
         HERE / "data_parallel_buckets.svg",
-        "Eight parameters in the module's order are dealt into four buckets from the last to the "
+        "Eight parameters in the module's order are put into four buckets, from the last to the "
         "first: the head alone in bucket 0, block 2 in bucket 1, block 1 in bucket 2, the "
         "embedding in bucket 3. Each bucket is one flat tensor and one message.",
     )
@@ -130,12 +130,12 @@ def draw_sampler() -> None:
         axes.text(x + 0.26, 2.22, f"rank {rank}", va="center", fontsize=10)
         x += 0.95
     axes.add_patch(Rectangle((x, 2.12), 0.2, 0.2, fill=False, ec=INK, lw=2, ls=(0, (2, 1.5))))
-    axes.text(x + 0.26, 2.22, "a second time, to fill up", va="center", fontsize=10)
+    axes.text(x + 0.26, 2.22, "repeated sample", va="center", fontsize=10)
     show.save_svg(
         figure,
         HERE / "data_parallel_sampler.svg",
-        "Ten samples dealt to four ranks in turn, in another order in epoch 1 than in epoch 0. "
-        "Twelve places have to be filled, so two samples appear a second time.",
+        "Ten samples, distributed over four ranks in turn, in a different order in each epoch. "
+        "Each rank gets three, so two samples are repeated.",
     )
 
 
@@ -152,8 +152,8 @@ def draw_overlap(measure: bool) -> None:
         overlap.draw_timeline(runs["without"], runs["with"]),
         HERE / "data_parallel_overlap.svg",
         "Measured timeline of one training step, on one of two ranks joined by a 1 Gbit/s link. "
-        f"Without overlap the wire is idle until backward has ended, and a step takes "
-        f"{1e3 * runs['without']['step']:.0f} ms. With overlap the wire carries each bucket while "
+        f"Without overlap the link is idle until backward has ended, and a step takes "
+        f"{1e3 * runs['without']['step']:.0f} ms. With overlap the link carries each bucket while "
         f"backward computes the next, and a step takes {1e3 * runs['with']['step']:.0f} ms.",
     )
 

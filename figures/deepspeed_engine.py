@@ -25,18 +25,18 @@ def draw_wraps() -> None:
     calls = [
         (
             "engine(tokens)",
-            ["your model's forward", "stage 3: gathers each", "layer before, frees it after"],
+            ["the model's forward", "stage 3: gathers each layer", "before, frees it after"],
         ),
         (
             "engine.backward(loss)",
-            ["loss / accumulation", "stage 0: all-reduce", "1, 2, 3: reduce-scatter"],
+            ["loss / accumulation", "stage 0: all-reduce", "stages 1 to 3: reduce-scatter"],
         ),
         (
             "engine.step()",
             [
-                "only after the last micro-batch:",
+                "at the last micro-batch:",
                 "clip, step, zero_grad",
-                "1, 2: gather new weights",
+                "stages 1, 2: all-gather",
             ],
         ),
     ]
@@ -46,10 +46,8 @@ def draw_wraps() -> None:
         draw_title(axes, x + width / 2, 0.24, call, fontsize=10.5, family="monospace")
         for n, line in enumerate(lines):
             _draw_text(axes, x + width / 2, 0.56 + 0.28 * n, line, ha="center", fontsize=9.5)
-    draw_title(axes, 0.05, 1.65, "where each state lives, on four ranks", ha="left")
-    _draw_text(
-        axes, 6.15, 1.65, "striped: all of it; one colour: a quarter", ha="right", fontsize=9
-    )
+    draw_title(axes, 0.05, 1.65, "states on four ranks", ha="left")
+    _draw_text(axes, 6.15, 1.65, "striped: full; one colour: a shard", ha="right", fontsize=9)
     kinds = [("parameters", 3), ("gradients", 2), ("optimizer", 1)]
     for i, (kind, _) in enumerate(kinds):
         _draw_text(axes, 1.2 + 1.72 * i + 0.66, 1.93, kind, ha="center")
@@ -59,9 +57,9 @@ def draw_wraps() -> None:
         for i, (_, since) in enumerate(kinds):
             for rank in range(4):
                 x = 1.2 + 1.72 * i + 0.33 * rank
-                cut = stage >= since
-                holds = (rank,) if cut else (0, 1, 2, 3)
-                draw_cell(axes, x, y, 0.3, holds, str(rank) if cut else "")
+                sharded = stage >= since
+                holds = (rank,) if sharded else (0, 1, 2, 3)
+                draw_cell(axes, x, y, 0.3, holds, str(rank) if sharded else "")
     y = 4.0
     axes.plot([0.05, 6.15], [y + 0.04, y + 0.04], color=INK, lw=0.8, ls=(0, (3, 2)))
     _draw_text(axes, 0.05, y + 0.26, "the host's memory", weight="bold")
@@ -75,12 +73,13 @@ def draw_wraps() -> None:
         figure,
         HERE / "deepspeed_engine_wraps.svg",
         "The engine's three calls. engine(tokens) runs the model's forward; at stage 3 it gathers "
-        "each layer before use and frees it after. engine.backward divides the loss by the "
-        "accumulation, and all-reduces gradients at stage 0, or reduce-scatters them. engine.step "
-        "clips and steps after the last micro-batch. Below, what four ranks hold: all of "
-        "everything at stage 0; a quarter of the optimizer from stage 1, of the gradients from "
-        "stage 2, of the parameters at stage 3. Offload puts optimizer states or parameters into "
-        "the host's memory.",
+        "each layer before its use and frees it after. engine.backward(loss) divides the loss by "
+        "the accumulation; at stage 0 it all-reduces the gradients, at stages 1 to 3 it "
+        "reduce-scatters them. engine.step() clips and steps after the last micro-batch; at "
+        "stages 1 and 2 it then all-gathers the weights. Below, the states on four ranks: all are "
+        "full at stage 0; each rank has a shard of the optimizer states from stage 1, of the "
+        "gradients from stage 2, of the parameters at stage 3. Offload moves optimizer states or "
+        "parameters to the host's memory.",
     )
 
 
@@ -116,9 +115,9 @@ def draw_batch() -> None:
     show.save_svg(
         figure,
         HERE / "deepspeed_engine_batch.svg",
-        "Two ranks, each with two micro-batches of two sequences, one after the other. Micro-batch "
-        "2 times accumulation 2 times 2 copies is a train batch of 8, for one average over the "
-        "ranks and one optimizer step.",
+        "Two ranks, each with two micro-batches of two sequences, one after the other. "
+        "Micro-batch 2, times accumulation 2, times 2 copies: a train batch of 8 sequences, for "
+        "one average over the ranks and one optimizer step.",
     )
 
 
@@ -127,7 +126,7 @@ def draw_checkpoint() -> None:
     _draw_text(axes, 0.05, 0.18, "two ranks train, stage 3", weight="bold")
     for rank in range(2):
         y = 0.42 + 0.62 * rank
-        draw_box(axes, 0.05, y, 1.6, 0.5, f"half {rank} of all", COLORS[rank])
+        draw_box(axes, 0.05, y, 1.6, 0.5, f"shard {rank} of 2", COLORS[rank])
     draw_arrow(axes, (1.72, 0.98), (2.42, 0.98))
     _draw_text(axes, 2.05, 0.76, "save", ha="center")
     _draw_text(axes, 2.5, 0.18, "folder, tag step3", weight="bold")
@@ -136,38 +135,39 @@ def draw_checkpoint() -> None:
     _draw_text(axes, 4.72, 0.52, "optimizer, master weights", ha="center")
     for rank in range(2):
         y = 0.66 + 0.48 * rank
-        draw_box(axes, 2.56, y, 0.84, 0.4, "no weights", "none")
-        draw_box(axes, 3.5, y, 2.54, 0.4, f"half {rank}, float32", COLORS[rank])
+        draw_box(axes, 2.52, y, 0.93, 0.4, "no weights", "none")
+        draw_box(axes, 3.5, y, 2.54, 0.4, f"shard {rank} of 2, float32", COLORS[rank])
     _draw_text(axes, 2.56, 1.88, "latest: says step3", family="monospace", fontsize=9.5)
     draw_arrow(axes, (2.6, 2.12), (1.4, 2.82))
     _draw_text(axes, 1.8, 2.35, "load", ha="right")
     draw_arrow(axes, (4.9, 2.12), (4.9, 2.82))
     _draw_text(axes, 4.8, 2.45, "plain_state_dict", ha="right", family="monospace")
-    _draw_text(axes, 0.05, 3.0, "as many ranks, same stage", weight="bold")
+    _draw_text(axes, 0.05, 3.0, "two ranks, same stage", weight="bold")
     for rank in range(2):
-        draw_box(axes, 0.05 + 1.2 * rank, 3.2, 1.12, 0.46, f"half {rank}", COLORS[rank])
-    _draw_text(axes, 0.05, 3.88, "training goes on, bit for bit")
+        draw_box(axes, 0.05 + 1.2 * rank, 3.2, 1.12, 0.46, f"shard {rank}", COLORS[rank])
+    _draw_text(axes, 0.05, 3.88, "training continues bit for bit")
     _draw_text(axes, 3.0, 3.0, "anywhere, without DeepSpeed", weight="bold")
     for rank in range(2):
         axes.add_patch(Rectangle((3.0 + 1.5 * rank, 3.2), 1.5, 0.46, fc=COLORS[rank], lw=0))
     axes.add_patch(Rectangle((3.0, 3.2), 3.0, 0.46, fill=False, ec=INK, lw=0.8))
     _draw_text(axes, 3.75, 3.43, "name: weight", ha="center", color="#ffffff", fontsize=11)
     _draw_text(axes, 5.25, 3.43, "name: weight", ha="center", color="#000000", fontsize=11)
-    _draw_text(axes, 3.0, 3.88, "no optimizer: for inference, or a new start")
+    _draw_text(axes, 3.0, 3.88, "no optimizer: for inference or a new run")
     draw_arrow(axes, (2.8, 2.12), (2.8, 4.2))
     _draw_text(axes, 2.7, 4.12, "to_universal", ha="right", family="monospace")
     _draw_text(axes, 0.05, 4.42, "any number of ranks, same stage", weight="bold")
     for rank in range(4):
-        draw_box(axes, 0.05 + 1.54 * rank, 4.6, 1.46, 0.46, f"quarter {rank}", COLORS[rank])
+        draw_box(axes, 0.05 + 1.54 * rank, 4.6, 1.46, 0.46, f"shard {rank} of 4", COLORS[rank])
     show.save_svg(
         figure,
         HERE / "deepspeed_engine_checkpoint.svg",
-        "The life of a checkpoint. Two ranks that train at stage 3 hold half of every state each. "
-        "save writes, under a tag, model files without weights and optimizer files with half of "
-        "the float32 master weights each; the file latest names the tag. load gives the halves "
-        "back to as many ranks, and training goes on bit for bit. plain_state_dict joins the "
-        "halves into one dictionary of weights, without optimizer, for use anywhere. to_universal "
-        "makes a folder of whole tensors, of which each of any number of ranks loads its part.",
+        "The life of a checkpoint. Two ranks train at stage 3, and each holds a shard of every "
+        "state, one half. save writes, under a tag, two model files without weights and two "
+        "optimizer files, each with a shard of the float32 master weights; the file latest names "
+        "the tag. load reads the shards on two ranks, and training continues bit for bit. "
+        "plain_state_dict joins the shards into one dictionary of weights, without optimizer, for "
+        "use without DeepSpeed. to_universal makes a folder of full tensors, from which each of "
+        "any number of ranks loads its shard.",
     )
 
 

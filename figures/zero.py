@@ -74,10 +74,10 @@ def draw_stages() -> None:
     show.save_svg(
         figure,
         HERE / "zero_stages.svg",
-        "What four ranks hold in ZeRO's stages; weights, gradients and optimizer states are cut "
-        "into four pieces. Stage 0: every rank holds all pieces of all three. Stage 1: of the "
-        "optimizer states each rank holds its own piece alone. Stage 2: of the gradients, too. "
-        "Stage 3: of the weights, too.",
+        "What four ranks hold in ZeRO's stages; weights, gradients and optimizer states are each "
+        "divided into four shards. Stage 0: every rank holds all shards of all three. Stage 1: "
+        "each rank holds only its own shard of the optimizer states. Stage 2: also only its own "
+        "shard of the gradients. Stage 3: also only its own shard of the weights.",
     )
 
 
@@ -98,7 +98,7 @@ def draw_step() -> None:
     draw_grid(axes, places[1], y, summed, new=[(r, r) for r in ALL])
     # New weights: piece j has the colour of rank j, which computed it.
     draw_grid(axes, places[2], y, [[(piece,) for piece in ALL] for _ in ALL], labels=labels)
-    heads = ("gradients,\nof each rank's own batch", "averaged:\na shard each", "new weights")
+    heads = ("gradients,\nof each rank's own batch", "the average,\na shard on each", "new weights")
     for place, words in zip(places, heads, strict=True):
         axes.text(place + wide / 2, 0.3, words, ha="center", va="center", fontsize=10)
     middle = y + 2 * 0.39 - 0.045
@@ -111,8 +111,8 @@ def draw_step() -> None:
         figure,
         HERE / "zero_step.svg",
         "A step of ZeRO's stage 1 on four ranks. Each rank has gradients of its own batch. A "
-        "reduce-scatter leaves rank r with piece r of their average. Rank r steps its piece of the "
-        "weights, and an all-gather gives every rank all four new pieces.",
+        "reduce-scatter leaves rank r with shard r of their average. Rank r updates its shard of "
+        "the weights, and an all-gather gives every rank all four new shards.",
     )
 
 
@@ -122,9 +122,9 @@ def draw_life() -> None:
     compute = ["", "F1", "F2", "F3", "F4", "loss", "B4", "B3", "B2", "B1", ""]
     # (begin, end in slots, block, words): in the first half of a block's backward, communication is
     # the gradients of the following block; in the second half, the weights of the preceding block.
-    wire = [(i, i + 1, i + 1, "g") for i in range(4)] + [(5, 6, 4, "g"), (6.5, 7, 3, "g")]
-    wire += [(7, 7.5, 4, "r"), (7.5, 8, 2, "g"), (8, 8.5, 3, "r"), (8.5, 9, 1, "g")]
-    wire += [(9, 9.5, 2, "r"), (10, 10.5, 1, "r")]
+    sent = [(i, i + 1, i + 1, "g") for i in range(4)] + [(5, 6, 4, "g"), (6.5, 7, 3, "g")]
+    sent += [(7, 7.5, 4, "r"), (7.5, 8, 2, "g"), (8, 8.5, 3, "r"), (8.5, 9, 1, "g")]
+    sent += [(9, 9.5, 2, "r"), (10, 10.5, 1, "r")]
     whole = {1: [(0, 2), (8.5, 10)], 2: [(1, 3), (7.5, 9)], 3: [(2, 4), (6.5, 8)]}
     whole[4] = [(3, 5), (5, 7)]
 
@@ -136,12 +136,12 @@ def draw_life() -> None:
         axes.text(*middle, words, ha="center", va="center", color=ink, fontsize=10)
 
     axes.text(left - 0.1, 0.28, "computes", ha="right", va="center")
-    axes.text(left - 0.1, 0.78, "wire", ha="right", va="center")
+    axes.text(left - 0.1, 0.78, "link", ha="right", va="center")
     for i, words in enumerate(compute):
         if words:
             color = COLORS[int(words[1]) - 1] if words != "loss" else "none"
             draw_bar(i, i + 1, 0.12, color, words)
-    for begin, end, block, kind in wire:
+    for begin, end, block, kind in sent:
         draw_bar(begin, end, 0.62, COLORS[block - 1], kind)
     for row, block in enumerate((1, 2, 3, 4)):
         y = 1.42 + row * 0.44
@@ -149,19 +149,19 @@ def draw_life() -> None:
         axes.plot([left, left + 10.5 * slot], [y + tall, y + tall], color=COLORS[block - 1], lw=4)
         for begin, end in whole[block]:
             draw_bar(begin, end, y, COLORS[block - 1], "")
-    draw_title(axes, left, 1.2, "in memory, all of it or a shard", ha="left", fontsize=10)
+    draw_title(axes, left, 1.2, "in memory: full (box) or a shard (line)", ha="left", fontsize=10)
     draw_title(
-        axes, left, 3.32, "g gather weights   r reduce-scatter gradients", ha="left", fontsize=10
+        axes, left, 3.32, "g: gather weights;  r: reduce-scatter gradients", ha="left", fontsize=10
     )
     draw_arrow(axes, (left, 3.58), (left + 10.5 * slot, 3.58), lw=1)
     axes.text(left - 0.1, 3.58, "time", ha="right", va="center")
     show.save_svg(
         figure,
         HERE / "zero_life.svg",
-        "Stage 3 through a step, on one rank, with four blocks. While a block computes, the wire "
-        "gathers the next one's weights, in backward the one before; in the first half of a "
-        "block's backward it carries the gradients of the block behind. Each block is whole in "
-        "memory twice, and at most two are whole at a time; the rest of the time it is a shard.",
+        "Stage 3 through a step, on one rank, with four blocks. While a block computes, the link "
+        "gathers the next block's weights, in backward the previous block's; in the first half of "
+        "a block's backward it carries the following block's gradients. Each block is full in "
+        "memory twice, at most two blocks at a time; otherwise the rank holds only its shard.",
     )
 
 
@@ -199,8 +199,8 @@ def draw_memory() -> None:
         figure,
         HERE / "zero_memory.svg",
         "Bytes on each of 8 ranks for 7 billion parameters: stage 0 has 122 GB, stage 1 48.5 GB, "
-        "stage 2 36.25 GB, stage 3 24 GB. In each of them 10 GB are activations, so that stage 3 "
-        "stays above an eighth of 122 GB, which is 15.25 GB.",
+        "stage 2 36.25 GB, stage 3 24 GB. In each stage 10 GB are activations, so stage 3 stays "
+        "above an eighth of 122 GB, which is 15.25 GB.",
     )
 
 
@@ -255,7 +255,7 @@ def plot_wrapping(runs: dict[str, list[list[float]]], states: float) -> Figure:
         peak = max(most)
         at = x[most.index(peak)]
         axes.annotate(
-            f"{words}: at most {peak:.0f} MB",
+            f"{words}: peak {peak:.0f} MB",
             (at, peak),
             (2, peak + 4) if kind == "whole" else (27, peak - 20),
             color=color,
@@ -266,7 +266,7 @@ def plot_wrapping(runs: dict[str, list[list[float]]], states: float) -> Figure:
     axes.text(100, states - 2, "shards of the states", ha="right", va="top", fontsize=9)
     axes.set_ylim(0, 1.18 * max(point[2] for run in runs.values() for point in run))
     axes.set_xlim(0, 100)
-    axes.set_xlabel("part of the step that is done (%)")
+    axes.set_xlabel("progress of the step (%)")
     axes.set_ylabel("MB held by a rank")
     return figure
 
@@ -288,7 +288,7 @@ def draw_wrapping(measure: bool) -> None:
         plot_wrapping(runs, states),
         HERE / "zero_wrapping.svg",
         "Measured bytes on one of four ranks over a training step in stage 3. With the whole model "
-        f"as one unit it holds up to {peaks['whole']:.0f} MB; with a unit for each block up to "
+        f"as one unit the peak is {peaks['whole']:.0f} MB; with a unit for each block it is "
         f"{peaks['blocks']:.0f} MB. The shards of the states alone take {states:.0f} MB.",
     )
 

@@ -230,7 +230,7 @@ show.table(rows, ["optimizer", "weights after five steps differ by"])
 # Each all-reduce has a latency, so many small all-reduces take longer than one large all-reduce.
 # So the gradients are joined in a few flat tensors, the *buckets*, and each bucket is sent as one message {cite}`li2020ddp`.
 #
-# ![Eight parameters in the module's order are dealt into four buckets from the last to the first: the head alone in bucket 0, block 2 in bucket 1, block 1 in bucket 2, the embedding in bucket 3. Each bucket is one flat tensor and one message.](../figures/data_parallel_buckets.svg)
+# ![Eight parameters in the module's order are put into four buckets, from the last to the first: the head alone in bucket 0, block 2 in bucket 1, block 1 in bucket 2, the embedding in bucket 3. Each bucket is one flat tensor and one message.](../figures/data_parallel_buckets.svg)
 #
 # Buckets hold the parameters in the reverse of the module's order; step 3 needs this.
 
@@ -288,15 +288,15 @@ show.source(DataParallel._on_grad_ready, DataParallel._finalize_backward)
 #
 #    The all-reduce of bucket 0 starts. Meanwhile each rank computes the backward of block 2.
 #
-# 5. ![Backward of block 1, while the gradients of block 2 are all-reduced. The head's are the average over all four ranks now.](../figures/steps/data_parallel_5.svg)
+# 5. ![Backward of block 1, while the gradients of block 2 are all-reduced. The head's are now averages over all four ranks.](../figures/steps/data_parallel_5.svg)
 #
 #    The head's gradients are averages now. Block 2's gradients are being sent, and the ranks compute the backward of block 1.
 #
-# 6. ![Backward of the embedding, while the gradients of block 1 are all-reduced. Those of block 2 and the head are averages.](../figures/steps/data_parallel_6.svg)
+# 6. ![Backward of the embedding, while the gradients of block 1 are all-reduced. The gradients of block 2 and the head are averages.](../figures/steps/data_parallel_6.svg)
 #
 #    Block 1's gradients are being sent, and the ranks compute the backward of the embedding.
 #
-# 7. ![Backward is over, and nothing computes while the embedding's gradients are all-reduced. All others are averages.](../figures/steps/data_parallel_7.svg)
+# 7. ![Backward is over, and nothing computes while the embedding's gradients are all-reduced. All other gradients are averages.](../figures/steps/data_parallel_7.svg)
 #
 #    Backward is over, and no computation is left to overlap the last bucket: all ranks wait for it.
 #
@@ -305,7 +305,7 @@ show.source(DataParallel._on_grad_ready, DataParallel._finalize_backward)
 #    All gradients are averages, the same on all ranks. So all optimizers make the same step, and the weights stay equal.
 # :::
 #
-# The picture shows the gain of overlap. Both timelines are from one real run, and show one of two ranks. The link ("wire") between them is emulated, with 1 Gbit/s.
+# The picture shows the gain of overlap. Both timelines are from one real run, and show one of two ranks. The link between them is emulated, with 1 Gbit/s.
 # Each piece of backward ends when a bucket is full.
 #
 # ![Timeline of one training step on two ranks over a slow link, twice. Above, the gradients are sent after the backward pass, and the ranks wait for them. Below, each bucket of gradients is sent while the backward pass still computes the next ones, and the step ends sooner.](../figures/data_parallel_overlap.svg)
@@ -912,7 +912,7 @@ show.table(rows, ["two ranks, loopback", "median step (ms)"])
 # `DistributedSampler` distributes the samples in turn: rank $r$ gets the samples $r$, $r+N$, $r+2N$, … of a shuffled list.
 # All ranks shuffle with the same seed, so they have the same list without a message.
 #
-# ![Ten samples dealt to four ranks in turn, in another order in epoch 1 than in epoch 0. Twelve places have to be filled, so two samples appear a second time.](../figures/data_parallel_sampler.svg)
+# ![Ten samples, distributed over four ranks in turn, in a different order in each epoch. Each rank gets three, so two samples are repeated.](../figures/data_parallel_sampler.svg)
 #
 # Two lines are easily forgotten: the sampler itself, and `set_epoch`, which changes the seed from epoch to epoch.
 # The table counts, for 4 ranks and 1,000 windows, the different windows used in an epoch, and the windows that have the same place in the next epoch.

@@ -169,7 +169,7 @@ print("one process: " + ", ".join(f"{value:.4f}" for value in LOSSES))
 #
 # The engine works in three calls per training step, and keeps all states between steps.
 #
-# ![Three columns, one per call. engine(tokens): stage 3 gathers each layer's parameters, computes and frees them. engine.backward(loss): divides by the accumulation, averages the gradients over the ranks, or reduce-scatters them. engine.step(): at the last micro-batch clips, steps and makes the new weights known; before that it only counts. Below, where each state lives: parameters, gradients and optimizer states are whole on every rank at stage 0; stage 1 cuts the optimizer, stage 2 the gradients, stage 3 the parameters; offload moves what is cut to the host.](../figures/deepspeed_engine_wraps.svg)
+# ![The engine's three calls. engine(tokens) runs the model's forward; at stage 3 it gathers each layer before its use and frees it after. engine.backward(loss) divides the loss by the accumulation; at stage 0 it all-reduces the gradients, at stages 1 to 3 it reduce-scatters them. engine.step() clips and steps after the last micro-batch; at stages 1 and 2 it then all-gathers the weights. Below, the states on four ranks: all are full at stage 0; each rank has a shard of the optimizer states from stage 1, of the gradients from stage 2, of the parameters at stage 3. Offload moves optimizer states or parameters to the host's memory.](../figures/deepspeed_engine_wraps.svg)
 #
 # You know these mechanisms: averaging from [Data parallelism](data_parallel.md), the stages from [ZeRO](zero.md).
 # With DeepSpeed a dictionary chooses among them {cite}`rasley2020deepspeed`. This lesson explains the dictionary.
@@ -269,7 +269,7 @@ show.table(
 # $N$ is the number of ranks, and $t$ and $p$ are the degrees of tensor and pipeline parallelism.
 # Ranks that share one copy of the model compute the same sequences, and so count once. (DeepSpeed's own count has [an exception](#tensor-and-pipeline-parallelism-in-deepspeed).)
 #
-# ![Two ranks, each with two micro-batches of two sequences, one after the other. Micro-batch two, times accumulation two, times two copies: a train batch of eight sequences, and one optimizer step.](../figures/deepspeed_engine_batch.svg)
+# ![Two ranks, each with two micro-batches of two sequences, one after the other. Micro-batch 2, times accumulation 2, times 2 copies: a train batch of 8 sequences, for one average over the ranks and one optimizer step.](../figures/deepspeed_engine_batch.svg)
 #
 # If you give two of the three, DeepSpeed computes the third. If you give all three, the equation must hold.
 # In the next cell it does not hold, and the error message shows the product.
@@ -572,7 +572,7 @@ assert says == {"tensor": 8, "pipeline": 4}
 # For another number of ranks, DeepSpeed has universal checkpoints {cite}`lian2024universal`: `to_universal` joins the shards of each weight and of its two moments, and each rank then reads its new shard.
 # For inference or another framework, `plain_state_dict` makes a state dict without DeepSpeed.
 #
-# ![The life of a checkpoint: two ranks train at stage 3 and each holds half of every state. save writes two model files and two optimizer files under a tag, and the file latest names the tag. load on two ranks reads them back, and training goes on. plain_state_dict joins the parts into one dictionary of float32 weights, which loads into the plain model, on one process without DeepSpeed. to_universal makes a folder of whole tensors, which any number of ranks loads.](../figures/deepspeed_engine_checkpoint.svg)
+# ![The life of a checkpoint. Two ranks train at stage 3, and each holds a shard of every state, one half. save writes, under a tag, two model files without weights and two optimizer files, each with a shard of the float32 master weights; the file latest names the tag. load reads the shards on two ranks, and training continues bit for bit. plain_state_dict joins the shards into one dictionary of weights, without optimizer, for use without DeepSpeed. to_universal makes a folder of full tensors, from which each of any number of ranks loads its shard.](../figures/deepspeed_engine_checkpoint.svg)
 #
 # The cell trains three steps at stage 3, saves, and trains two more. Then new engines load the checkpoint and train the same two steps: two ranks from the regular checkpoint, and one, two and four ranks from the universal one.
 

@@ -153,7 +153,7 @@ show.table(
 # Stage 1 shards the optimizer's states, stage 2 also the gradients, and stage 3 also the weights.
 # In the picture a shard has the colour of the rank that keeps it.
 #
-# ![What four ranks hold in ZeRO's stages; weights, gradients and optimizer states are cut into four pieces. Stage 0: every rank holds all pieces of all three. Stage 1: of the optimizer states each rank holds its own piece alone. Stage 2: of the gradients, too. Stage 3: of the weights, too.](../figures/zero_stages.svg)
+# ![What four ranks hold in ZeRO's stages; weights, gradients and optimizer states are each divided into four shards. Stage 0: every rank holds all shards of all three. Stage 1: each rank holds only its own shard of the optimizer states. Stage 2: also only its own shard of the gradients. Stage 3: also only its own shard of the weights.](../figures/zero_stages.svg)
 #
 # ZeRO is still data parallelism: every rank computes the whole model on its own batch.
 # Only the *storage* of the states is divided.
@@ -203,7 +203,7 @@ show.table(
 # If rank $r$ updates only shard $r$ of the weights, it needs only shard $r$ of the averaged gradient.
 # A reduce-scatter gives it this shard. After the step an all-gather gives every rank all new weights.
 #
-# ![A step of ZeRO's stage 1 on four ranks. Each rank has gradients of its own batch. A reduce-scatter leaves rank r with piece r of their average. Rank r steps its piece of the weights, and an all-gather gives every rank all four new pieces.](../figures/zero_step.svg)
+# ![A step of ZeRO's stage 1 on four ranks. Each rank has gradients of its own batch. A reduce-scatter leaves rank r with shard r of their average. Rank r updates its shard of the weights, and an all-gather gives every rank all four new shards.](../figures/zero_step.svg)
 #
 # Whole parameters cannot be divided evenly among ranks: one rank would get the embedding, another a few biases.
 # So all parameters are concatenated in one flat tensor of $P$ elements, which is split into $N$ equal shards, also in the middle of a parameter.
@@ -483,23 +483,23 @@ show.source(zero.Zero2)
 # Step through a training step. Weights are above, gradients below. A weight has the colour of the rank that keeps its shard. A gradient has the colour of the rank from whose batch it is. A thick outline marks what has just arrived.
 #
 # :::{step-through} Stage 3 on four ranks, three blocks
-# 1. ![Before the step. Two tables, weights above and gradients below, with a row for each of four ranks and three blocks side by side, each cut into four pieces. Of each block's weights rank r holds piece r alone. There are no gradients.](../figures/steps/zero_1.svg)
+# 1. ![Before the step. Two tables, weights above and gradients below, with a row for each of four ranks and three blocks side by side, each divided into four shards. Of each block's weights rank r holds only shard r. There are no gradients.](../figures/steps/zero_1.svg)
 #
 #    Between steps each rank has a quarter of every block's weights, and no gradients.
 #
-# 2. ![Block 1 is gathered: each rank sends its piece, and every rank now has all four pieces of block 1. Of blocks 2 and 3 each rank still has its own piece alone.](../figures/steps/zero_2.svg)
+# 2. ![Block 1 is gathered: each rank sends its shard, and every rank now has all four shards of block 1. Of blocks 2 and 3 each rank still has only its own shard.](../figures/steps/zero_2.svg)
 #
 #    Before the first forward block 1 is gathered: an all-gather gives every rank the three quarters that it lacks.
 #
-# 3. ![Every rank computes the forward of block 1 while block 2 is gathered: blocks 1 and 2 are whole on every rank, block 3 is in shards.](../figures/steps/zero_3.svg)
+# 3. ![Every rank computes the forward of block 1 while block 2 is gathered: blocks 1 and 2 are full on every rank, block 3 is sharded.](../figures/steps/zero_3.svg)
 #
 #    Each rank computes block 1 on its own batch. Meanwhile block 2 is gathered, so that no rank has to wait for it.
 #
-# 4. ![Block 1 is freed, down to each rank's own piece. Every rank computes the forward of block 2 while block 3 is gathered: blocks 2 and 3 are whole.](../figures/steps/zero_4.svg)
+# 4. ![Block 1 is freed, except each rank's own shard. Every rank computes the forward of block 2 while block 3 is gathered: blocks 2 and 3 are full.](../figures/steps/zero_4.svg)
 #
 #    Block 1 is done: each rank frees all but its own quarter. So a rank never holds more than two full blocks.
 #
-# 5. ![Block 2 is freed. Every rank computes the forward of block 3, the only one that is whole.](../figures/steps/zero_5.svg)
+# 5. ![Block 2 is freed. Every rank computes the forward of block 3, the only full block.](../figures/steps/zero_5.svg)
 #
 #    The last block computes. Nothing is left to gather.
 #
@@ -507,27 +507,27 @@ show.source(zero.Zero2)
 #
 #    Block 3 was freed like the others. It is gathered again for backward, while the ranks compute their losses.
 #
-# 7. ![Every rank computes the backward of block 3 while block 2 is gathered: blocks 2 and 3 are whole. In the lower table every rank has all four pieces of block 3's gradients, of its own batch.](../figures/steps/zero_7.svg)
+# 7. ![Every rank computes the backward of block 3 while block 2 is gathered: blocks 2 and 3 are full. In the lower table every rank has all four shards of block 3's gradients, of its own batch.](../figures/steps/zero_7.svg)
 #
 #    Backward goes from the last block to the first. Each rank gets block 3's gradients of its own batch, while block 2 is gathered.
 #
-# 8. ![Block 3's weights are freed and its gradients reduce-scattered: rank r keeps piece r, the average over all four ranks. Every rank computes the backward of block 2, whose gradients it now has of its own batch, while block 1 is gathered: blocks 1 and 2 are whole.](../figures/steps/zero_8.svg)
+# 8. ![Block 3's weights are freed and its gradients reduce-scattered: rank r keeps shard r, the average over all four ranks. Every rank computes the backward of block 2, whose gradients it now has of its own batch, while block 1 is gathered: blocks 1 and 2 are full.](../figures/steps/zero_8.svg)
 #
 #    A reduce-scatter averages block 3's gradients over the ranks, and each rank keeps its quarter of the average.
 #
-# 9. ![Block 2's weights are freed and its gradients reduce-scattered. Every rank computes the backward of block 1, the only one that is whole, and has its gradients of its own batch.](../figures/steps/zero_9.svg)
+# 9. ![Block 2's weights are freed and its gradients reduce-scattered. Every rank computes the backward of block 1, the only full block, and has its gradients of its own batch.](../figures/steps/zero_9.svg)
 #
 #    The same is done for block 2, while block 1 computes.
 #
-# 10. ![Block 1's weights are freed and its gradients reduce-scattered. Of the weights and of the averaged gradients of all three blocks rank r now holds piece r and nothing else.](../figures/steps/zero_10.svg)
+# 10. ![Block 1's weights are freed and its gradients reduce-scattered. Of the weights and of the averaged gradients of all three blocks rank r now holds only shard r.](../figures/steps/zero_10.svg)
 #
 #     Each rank has a quarter of the weights and a quarter of the gradients, and steps that quarter.
 #     No all-gather follows: the next forward gathers what it needs.
 # :::
 #
-# The same on one rank, with four blocks; the row *wire* shows the messages:
+# The same on one rank, with four blocks; the row *link* shows the messages:
 #
-# ![Stage 3 through a step, on one rank, with four blocks. While a block computes, the wire gathers the next one's weights, in backward the one before; in the first half of a block's backward it carries the gradients of the block behind. Each block is whole in memory twice, and at most two are whole at a time; the rest of the time it is a shard.](../figures/zero_life.svg)
+# ![Stage 3 through a step, on one rank, with four blocks. While a block computes, the link gathers the next block's weights, in backward the previous block's; in the first half of a block's backward it carries the following block's gradients. Each block is full in memory twice, at most two blocks at a time; otherwise the rank holds only its shard.](../figures/zero_life.svg)
 #
 # The hooks are those of the plain version, on units, and have the names that FSDP2 gives them: `_pre_forward`, `_post_forward`, `_pre_backward`, `_post_backward`.
 # The two `_pre_` hooks also call `_prefetch_next`, which follows the order of units in the last forward.
@@ -682,7 +682,7 @@ show.table(
 # The cell counts what forward saves for backward, in stages 0 and 3.
 # `````
 #
-# ![Bytes on each of 8 ranks for 7 billion parameters: stage 0 has 122 GB, stage 1 48.5 GB, stage 2 36.25 GB, stage 3 24 GB. In each of them 10 GB are activations, so that stage 3 stays above an eighth of 122 GB, which is 15.25 GB.](../figures/zero_memory.svg)
+# ![Bytes on each of 8 ranks for 7 billion parameters: stage 0 has 122 GB, stage 1 48.5 GB, stage 2 36.25 GB, stage 3 24 GB. In each stage 10 GB are activations, so stage 3 stays above an eighth of 122 GB, which is 15.25 GB.](../figures/zero_memory.svg)
 
 # %%
 def measure_activations(stage):
@@ -779,7 +779,7 @@ show.table(rows, head)
 # Units and buckets decide how many full tensors exist at a time. With one unit, all weights are gathered at once, $4P$ bytes, and all gradients exist before any is sent, another $4P$. With a unit per block, two blocks have full weights, and one has full gradients.
 # The figure shows the bytes held over a step, measured on [a larger model](../figures/zero.py):
 #
-# ![Measured bytes on one of four ranks over a training step in stage 3. With the whole model as one unit it holds up to 89 MB; with a unit for each block up to 55 MB. The shards of the states alone take 32 MB.](../figures/zero_wrapping.svg)
+# ![Measured bytes on one of four ranks over a training step in stage 3. With the whole model as one unit the peak is 89 MB; with a unit for each block it is 55 MB. The shards of the states alone take 32 MB.](../figures/zero_wrapping.svg)
 #
 # ### Bytes sent
 #

@@ -25,7 +25,7 @@ class Moment:
     computes: dict[int, str] = field(default_factory=dict)  # bucket -> text
     sent: int | None = None  # the bucket that is being sent
     arrived: tuple[int, ...] = ()
-    weights: str = "weights after 0 steps, alike on all ranks"
+    weights: str = "weights after 0 steps, equal on all ranks"
 
 
 GRADIENTS = "a table with a row for each of four ranks and a column for each bucket of gradients"
@@ -56,8 +56,8 @@ MOMENTS = (
     ),
     Moment(
         "backward of block 1",
-        "Backward of block 1, while the gradients of block 2 are all-reduced. The head's are the "
-        "average over all four ranks now.",
+        "Backward of block 1, while the gradients of block 2 are all-reduced. The head's are "
+        "now averages over all four ranks.",
         own=(1, 2),
         averaged=(3,),
         computes={1: "backward"},
@@ -66,8 +66,8 @@ MOMENTS = (
     ),
     Moment(
         "backward of the embedding",
-        "Backward of the embedding, while the gradients of block 1 are all-reduced. Those of block "
-        "2 and the head are averages.",
+        "Backward of the embedding, while the gradients of block 1 are all-reduced. The "
+        "gradients of block 2 and the head are averages.",
         own=(0, 1),
         averaged=(2, 3),
         computes={0: "backward"},
@@ -77,7 +77,7 @@ MOMENTS = (
     Moment(
         "the ranks wait",
         "Backward is over, and nothing computes while the embedding's gradients are all-reduced. "
-        "All others are averages.",
+        "All other gradients are averages.",
         own=(0,),
         averaged=(1, 2, 3),
         sent=0,
@@ -90,7 +90,7 @@ MOMENTS = (
         averaged=(0, 1, 2, 3),
         computes=dict.fromkeys(range(4), "step"),
         arrived=(0,),
-        weights="weights after 1 step, alike on all ranks",
+        weights="weights after 1 step, equal on all ranks",
     ),
 )
 
@@ -125,7 +125,7 @@ def draw(number: int, moment: Moment) -> None:
         if bucket == moment.sent:
             draw_boxes(axes, [(x - 0.05, foot + 0.04, wide + 0.1, 0.24)], fc="none", ec=INK, lw=1.2)
             draw_text(axes, x + wide / 2, foot + 0.16, "all-reduce", fontsize=9)
-    for y, said in ((TOP - 0.62, "computes"), (foot + 0.16, "wire")):
+    for y, said in ((TOP - 0.62, "computes"), (foot + 0.16, "link")):
         draw_text(axes, 0.05, y, said, ha="left", weight="bold", fontsize=9)
     draw_text(axes, 1.79, foot + 0.42, moment.weights, fontsize=9)
     save_step(figure, "data_parallel", number, moment.alt)

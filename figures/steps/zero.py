@@ -32,13 +32,13 @@ MOMENTS = (
     Moment(
         "before the step",
         "Before the step. Two tables, weights above and gradients below, with a row for each of "
-        "four ranks and three blocks side by side, each cut into four pieces. Of each block's "
-        "weights rank r holds piece r alone. There are no gradients.",
+        "four ranks and three blocks side by side, each divided into four shards. Of each "
+        "block's weights rank r holds only shard r. There are no gradients.",
     ),
     Moment(
         "forward begins",
-        "Block 1 is gathered: each rank sends its piece, and every rank now has all four pieces "
-        "of block 1. Of blocks 2 and 3 each rank still has its own piece alone.",
+        "Block 1 is gathered: each rank sends its shard, and every rank now has all four shards "
+        "of block 1. Of blocks 2 and 3 each rank still has only its own shard.",
         gathered=(1,),
         does={1: "gather"},
         came=(1,),
@@ -46,22 +46,22 @@ MOMENTS = (
     Moment(
         "forward of block 1",
         "Every rank computes the forward of block 1 while block 2 is gathered: blocks 1 and 2 are "
-        "whole on every rank, block 3 is in shards.",
+        "full on every rank, block 3 is sharded.",
         gathered=(1, 2),
         does={1: "forward", 2: "gather"},
         came=(2,),
     ),
     Moment(
         "forward of block 2",
-        "Block 1 is freed, down to each rank's own piece. Every rank computes the forward of "
-        "block 2 while block 3 is gathered: blocks 2 and 3 are whole.",
+        "Block 1 is freed, except each rank's own shard. Every rank computes the forward of "
+        "block 2 while block 3 is gathered: blocks 2 and 3 are full.",
         gathered=(2, 3),
         does={1: "freed", 2: "forward", 3: "gather"},
         came=(3,),
     ),
     Moment(
         "forward of block 3",
-        "Block 2 is freed. Every rank computes the forward of block 3, the only one that is whole.",
+        "Block 2 is freed. Every rank computes the forward of block 3, the only full block.",
         gathered=(3,),
         does={2: "freed", 3: "forward"},
     ),
@@ -76,7 +76,7 @@ MOMENTS = (
     Moment(
         "backward of block 3",
         "Every rank computes the backward of block 3 while block 2 is gathered: blocks 2 and 3 are "
-        "whole. In the lower table every rank has all four pieces of block 3's gradients, of its "
+        "full. In the lower table every rank has all four shards of block 3's gradients, of its "
         "own batch.",
         gathered=(2, 3),
         own=(3,),
@@ -86,10 +86,10 @@ MOMENTS = (
     ),
     Moment(
         "backward of block 2",
-        "Block 3's weights are freed and its gradients reduce-scattered: rank r keeps piece r, "
+        "Block 3's weights are freed and its gradients reduce-scattered: rank r keeps shard r, "
         "the average over all four ranks. Every rank computes the backward of block 2, whose "
         "gradients it now has of its own batch, while block 1 is gathered: blocks 1 and 2 are "
-        "whole.",
+        "full.",
         gathered=(1, 2),
         own=(2,),
         averaged=(3,),
@@ -100,7 +100,7 @@ MOMENTS = (
     Moment(
         "backward of block 1",
         "Block 2's weights are freed and its gradients reduce-scattered. Every rank computes the "
-        "backward of block 1, the only one that is whole, and has its gradients of its own batch.",
+        "backward of block 1, the only full block, and has its gradients of its own batch.",
         gathered=(1,),
         own=(1,),
         averaged=(2, 3),
@@ -110,7 +110,7 @@ MOMENTS = (
     Moment(
         "after backward",
         "Block 1's weights are freed and its gradients reduce-scattered. Of the weights and of the "
-        "averaged gradients of all three blocks rank r now holds piece r and nothing else.",
+        "averaged gradients of all three blocks rank r now holds only shard r.",
         averaged=(1, 2, 3),
         does={1: "freed"},
         gradients={1: "averaged"},
@@ -124,12 +124,12 @@ def get_place(top: float, block: int, rank: int, piece: int) -> Place:
 
 
 def get_weight_owner(moment: Moment, block: int, rank: int, piece: int) -> Cell:
-    """Return the rank that a piece of the weights belongs to, () if the piece is absent."""
+    """Return the rank that a shard of the weights belongs to, () if the shard is absent."""
     return (piece,) if block in moment.gathered or piece == rank else ()
 
 
 def list_gradient_holders(moment: Moment, block: int, rank: int, piece: int) -> Cell:
-    """Return the ranks whose batches are in a piece of a gradient."""
+    """Return the ranks whose batches are in a shard of a gradient."""
     if block in moment.own:
         return (rank,)
     return ALL if block in moment.averaged and piece == rank else ()
@@ -155,7 +155,7 @@ def draw(number: int, moment: Moment) -> None:
             if top == WEIGHTS:
                 draw_text(axes, middle, top - 0.14, f"block {block}")
         held = [(get_place(top, *at), holds(moment, *at)) for at in pieces]
-        # Newly arrived: other ranks' pieces, or the one piece that is now an average.
+        # Newly arrived: other ranks' shards, or the one shard that is now an average.
         new = [
             get_place(top, b, r, p)
             for b, r, p in pieces

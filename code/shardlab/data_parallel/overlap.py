@@ -82,8 +82,8 @@ def draw_timeline(without: Run, with_overlap: Run) -> Figure:
     figure.subplots_adjust(hspace=0.42)
     longest = max(without["step"], with_overlap["step"])
     for axes, run, words in (
-        (panels[0], without, "backward first, then the wire"),
-        (panels[1], with_overlap, "each bucket leaves as soon as it is full"),
+        (panels[0], without, "gradients are sent after backward"),
+        (panels[1], with_overlap, "each bucket is sent as soon as it is full"),
     ):
         _draw_lanes(axes, run)
         axes.set_title(f"{words}: {1e3 * run['step']:.0f} ms", loc="left", fontsize=10.5)
@@ -108,7 +108,7 @@ def draw_timeline(without: Run, with_overlap: Run) -> Figure:
 def _draw_lanes(axes: Axes, run: Run) -> None:
     """Draw one run: the rank's computation in the upper lane, its link in the lower lane."""
     axes.set_ylim(-0.4, 2.2)
-    axes.set_yticks([1.4, 0.1], ["compute", "wire"])
+    axes.set_yticks([1.4, 0.1], ["compute", "link"])
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
 

@@ -35,14 +35,14 @@ SMALL = 9.2  # points: 9 pixels on a phone, where these pictures are 328 pixels 
 WIDE = 4.4  # inches
 N = 4
 SAME, NONE = -1, -2  # in place of a rank: the same on every rank; not here
-RUNGS = {  # effect of each rung of the strategy's chart
-    "data parallel": "every GPU has a copy of everything",
-    "ZeRO-1": "each optimizer state once among the copies",
-    "ZeRO-2": "each gradient once, too",
-    "ZeRO-3": "each weight once, too, if the wire keeps up",
-    "recompute": "layers keep their inputs alone; ZeRO as before",
-    "tensor in the node": "matrices cut, over 2, 4, … GPUs of a node",
-    "pipeline across nodes": "layers cut, over stages on several nodes",
+EFFECTS = {  # effect of each technique of the strategy's chart
+    "data parallel": "every GPU has a full replica of the model",
+    "ZeRO-1": "optimizer states sharded over the replicas",
+    "ZeRO-2": "gradients sharded, too",
+    "ZeRO-3": "weights sharded, too, if the link is fast enough",
+    "recompute": "layers keep only their inputs; ZeRO as before",
+    "tensor in the node": "matrices sharded over 2, 4, … GPUs of a node",
+    "pipeline across nodes": "layers split into stages on several nodes",
     "the host's memory": "optimizer, or all states, on the host: slowest",
 }
 Corner = tuple[float, float, float, float]  # left, top, width, height: inches
@@ -79,7 +79,7 @@ def draw_tile(axes: Axes, place: Corner, rank: int, text: str) -> None:
 def ways() -> Figure:
     """Four ways to train one model of four layers on four ranks. Data parallelism: each rank has a
     quarter of the batch and all four layers; gradients are sent. ZeRO, stage 3: each rank has a
-    quarter of the batch, and of every layer's weights, gradients and optimizer states a quarter;
+    quarter of the batch, and a quarter of every layer's weights, gradients and optimizer states;
     weights and gradients are sent. Pipeline: each rank has one layer, and the whole batch passes
     through all of them; activations are sent to the next rank. Tensor parallelism: each rank has
     the whole batch and a quarter of every layer's matrices; activations are summed in every layer.
@@ -87,7 +87,7 @@ def ways() -> Figure:
     figure, axes = make_canvas(WIDE, 5.0)
     size, between, high = 0.4, 0.06, 0.19
     panels = (
-        ("data parallelism", "gradients,\nonce in a step"),
+        ("data parallelism", "gradients,\nonce per step"),
         ("ZeRO, stage 3", "weights and gradients,\nof every layer"),
         ("pipeline", "activations,\nto the next stage"),
         ("tensor parallelism", "activations,\nsummed in every layer"),
@@ -112,10 +112,10 @@ def ways() -> Figure:
 
 
 def step() -> Figure:
-    """Memory of one GPU during a step of Llama 3 8B in float32. Weights and AdamW's two means,
-    96 GB together, are there all the time. Activations pile up during forward, to 101 GB. During
-    backward they go, and gradients come in their place, up to 32 GB. The peak of 198 GB is at the
-    end of forward; the four parts add up to 230 GB.
+    """Memory of one GPU during a step of Llama 3 8B in float32. Weights and AdamW's two means, 96
+    GB together, are there all the time. Activations grow during forward, to 101 GB. During backward
+    they are freed, and gradients take their place, up to 32 GB. The peak of 198 GB is at the end of
+    forward; the four parts add up to 230 GB.
     """
     needs = memory.estimate_step(PRESETS["llama-3-8b"], precision="fp32", device="gpu")
     parts = (needs.parameters, needs.optimizer, needs.gradients, needs.activations)
@@ -158,7 +158,7 @@ def step() -> Figure:
     for begin, stop, name in ((left, forward, "forward"), (forward, backward, "backward")):
         draw_text(axes, (begin + stop) / 2, bottom + 0.15, name, fontsize=10)
         axes.plot([stop, stop], [bottom, bottom + 0.22], color=INK, lw=0.8)
-    draw_text(axes, (backward + end) / 2 + 0.12, bottom + 0.15, "AdamW", fontsize=10)
+    draw_text(axes, (backward + end) / 2, bottom + 0.15, "step", fontsize=10)
     draw_arrow(axes, (left, bottom + 0.36), (end, bottom + 0.36), lw=1.0)
     draw_text(axes, (left + end) / 2, bottom + 0.5, "time", fontsize=SMALL)
     for size in (0, 100, 200):
@@ -212,7 +212,7 @@ def bubble() -> Figure:
     panels = (
         ("naive: the whole batch at once", [[("F", 0), ("B", 0)]] * N, 1),
         ("GPipe: four micro-batches", [forwards + backwards] * N, N),
-        ("1F1B: the same, backward early", early, N),
+        ("1F1B: backwards as early as possible", early, N),
     )
     for number, (name, order, micro) in enumerate(panels):
         y = 0.14 + 1.39 * number
@@ -244,16 +244,16 @@ def bubble() -> Figure:
 
 
 def ffn() -> Figure:
-    """A feed-forward network on four ranks. Every rank has all of X. The first matrix is cut by
-    columns, a quarter for each rank, and so are X times it and its GELU. The second matrix is cut
-    by rows, a quarter for each rank. Each rank then has a summand of Y, as large as all of Y; an
-    all-reduce adds the four.
+    """A feed-forward network on four ranks. Every rank has all of X. The first matrix is sharded by
+    columns, a quarter for each rank, and so are its product with X and the GELU of that. The second
+    matrix is sharded by rows, a quarter for each rank. Each rank then has a partial sum of Y, as
+    large as all of Y; an all-reduce adds the four.
     """
     figure, axes = make_canvas(WIDE, 4.1)
     ranks = list(range(N))
     narrow, wide, tall = 0.62, 1.24, 0.5  # inches: X, inner matrix, tokens
     one, two = 0.5, 1.62
-    # XW₁, from the left: X, the first matrix cut by columns, each rank's share of the product.
+    # XW₁, from the left: X, the first matrix sharded by columns, each rank's shard of the product.
     y = 0.5
     draw_piece(axes, (one, y, narrow, tall), SAME)
     draw_text(axes, one + narrow / 2, y + tall / 2, "X", fontsize=11)
@@ -266,8 +266,8 @@ def ffn() -> Figure:
     draw_text(axes, two + 1.5 * wide + 0.28, y - 0.17, "XW₁", fontsize=SMALL)
     x = two + 1.5 * wide + 0.28
     draw_arrow(axes, (x, y + tall + 0.05), (x, y + tall + 0.37), lw=1.2)
-    draw_text(axes, x - 0.08, y + tall + 0.2, "GELU: number by number", ha="right", fontsize=SMALL)
-    # GELU(XW₁)W₂: each rank has one summand.
+    draw_text(axes, x - 0.08, y + tall + 0.2, "GELU, elementwise", ha="right", fontsize=SMALL)
+    # GELU(XW₁)W₂: each rank has one partial sum.
     y = 1.95
     draw_bar(axes, (one - 0.42, y, wide, tall), ranks)
     draw_text(axes, one - 0.42 + wide / 2, y - 0.12, "GELU(XW₁)", fontsize=SMALL)
@@ -279,7 +279,7 @@ def ffn() -> Figure:
     for rank in ranks:
         place = 2.66 + 0.09 * rank, y - 0.12 + 0.13 * rank, narrow, tall
         draw_piece(axes, place, rank)
-    draw_text(axes, 2.66 + 0.14 + narrow / 2, y - 0.24, "four summands of Y", fontsize=SMALL)
+    draw_text(axes, 2.66 + 0.14 + narrow / 2, y - 0.24, "partial sums of Y", fontsize=SMALL)
     # The all-reduce.
     x = 2.66 + 0.14 + narrow / 2
     draw_arrow(axes, (x, y + 0.86), (x, y + 1.2), lw=1.4)
@@ -299,15 +299,15 @@ def ffn() -> Figure:
 
 
 def zero() -> Figure:
-    """Model states on four ranks, by stages of ZeRO; a coloured piece is held by its owner alone, a
-    pale one by every rank. Stage 0, data parallelism: weights, gradients and optimizer states are
+    """Model states on four ranks, by stages of ZeRO; a coloured shard is held by its owner alone, a
+    pale piece by every rank. Stage 0, data parallelism: weights, gradients and optimizer states are
     whole on every rank, 16 bytes for each parameter. Stage 1: each rank has a quarter of the
-    optimizer states, 10 bytes. Stage 2: and a quarter of the gradients, 7 bytes. Stage 3: and a
+    optimizer states, 10 bytes. Stage 2: also a quarter of the gradients, 7 bytes. Stage 3: also a
     quarter of the weights, 4 bytes.
     """
     figure, axes = make_canvas(WIDE, 3.55)
     kinds = (("weights", 0.19), ("gradients", 0.19), ("optimizer", 0.38))  # of 4, 4, 8 bytes
-    names = ("0: copies", "1", "2", "3")
+    names = ("0: replicas", "1", "2", "3")
     for stage, name in enumerate(names):
         x, y = 0.86 + 1.84 * (stage % 2), 0.14 + 1.78 * (stage // 2)
         draw_title(axes, x, y, f"stage {name}", ha="left", fontsize=10)
@@ -331,25 +331,25 @@ def zero() -> Figure:
 
 
 def choose() -> Figure:
-    """A flow chart with a rung for each technique. At every rung two questions: can the batch be
-    shared out, and does the fullest rank fit into its memory? Yes: train. No: the next rung. After
-    the last one: more GPUs, or larger ones. The rungs:
+    """A flow chart with a box for each technique. Each box asks: can the batch be divided, and does
+    the fullest rank fit into its memory? Yes: train. No: the next box. After the last: more GPUs,
+    or larger ones. The boxes:
     """
-    figure, axes = make_canvas(WIDE, 7.29)
+    figure, axes = make_canvas(WIDE, 6.86)
     left, wide, high, step, bus = 0.05, 3.5, 0.48, 0.74, 4.02
-    draw_text(axes, left, 0.11, "Can the batch be shared out?", ha="left", fontsize=10)
+    draw_text(axes, left, 0.11, "Can the batch be divided?", ha="left", fontsize=10)
     line = "Does the fullest rank fit into its memory?"
     draw_text(axes, left, 0.31, line, ha="left", fontsize=10)
     for number, name in enumerate(strategy.TECHNIQUES):
         y = 0.52 + number * step
         axes.add_patch(Rectangle((left, y), wide, high, fill=False, ec=INK, lw=1.2))
         draw_title(axes, left + 0.1, y + 0.15, f"{number + 1}  {name}", ha="left", fontsize=10)
-        draw_text(axes, left + 0.27, y + 0.345, RUNGS[name], ha="left", fontsize=SMALL)
+        draw_text(axes, left + 0.27, y + 0.345, EFFECTS[name], ha="left", fontsize=SMALL)
         draw_arrow(axes, (left + wide, y + high / 2), (bus, y + high / 2), lw=1.1)
         draw_text(axes, left + wide + 0.21, y + high / 2 - 0.11, "yes", fontsize=SMALL)
         draw_arrow(axes, (left + 0.4, y + high), (left + 0.4, y + step), lw=1.1)
         draw_text(axes, left + 0.5, y + (high + step) / 2, "no", ha="left", fontsize=SMALL)
-    bottom = 0.52 + len(RUNGS) * step
+    bottom = 0.52 + len(EFFECTS) * step
     axes.plot([bus, bus], [0.52 + high / 2, bottom - 0.06], color=INK, lw=1.1)
     draw_arrow(axes, (bus, bottom - 0.1), (bus, bottom), lw=1.1)
     for x, size, text in ((left, 2.6, "more GPUs, or larger ones"), (bus - 0.7, 0.98, "train")):
@@ -359,24 +359,24 @@ def choose() -> Figure:
 
 
 def gpt3() -> Figure:
-    """Sixty-four GPUs in eight nodes of eight: two copies of the model, each cut into four stages
-    of one node, and every matrix of a stage cut over the node's eight GPUs. Rank 0 is in three
-    groups. Tensor: ranks 0 to 7, its node. Data: ranks 0 and 8, which have the same part in the
-    two copies. Pipeline: ranks 0, 16, 32 and 48, one in each stage.
+    """Sixty-four GPUs in eight nodes of eight: two replicas of the model, each split into four
+    stages of one node, and every matrix of a stage sharded over the node's eight GPUs. Rank 0 is in
+    three groups. Tensor: ranks 0 to 7, its node. Data: ranks 0 and 8, which have the same shard in
+    the two replicas. Pipeline: ranks 0, 16, 32 and 48, one in each stage.
     """
     size, step, apart = 0.235, 0.62, 0.17
     figure, axes = make_canvas(WIDE, 3.6)
     left, top = 0.36, 0.62
     across = 8 * size + apart
-    for copy in range(2):
-        x = left + copy * across
-        draw_title(axes, x + 4 * size, 0.16, f"copy {copy} of the model", fontsize=10)
+    for replica in range(2):
+        x = left + replica * across
+        draw_title(axes, x + 4 * size, 0.16, f"replica {replica}", fontsize=10)
         for stage in range(4):
             y = top + stage * step
-            node = f"node {2 * stage + copy}"
+            node = f"node {2 * stage + replica}"
             draw_text(axes, x + 8 * size, y - 0.12, node, ha="right", fontsize=SMALL)
             for slot in range(8):
-                rank = slot + 8 * (copy + 2 * stage)
+                rank = slot + 8 * (replica + 2 * stage)
                 draw_tile(axes, (x + slot * size, y, size, size), slot, str(rank))
     draw_text(axes, 0.02, 0.36, "stage", ha="left", fontsize=SMALL)
     thick = {"fill": False, "ec": INK, "lw": 2.4, "zorder": 4}
@@ -395,7 +395,7 @@ def gpt3() -> Figure:
     axes.plot(*zip(*ends, strict=True), color=INK, lw=1.6, zorder=5)
     groups = {
         "tensor": "0 to 7: the GPUs of a node",
-        "data": "0 and 8: the same part, in both copies",
+        "data": "0 and 8: the same shard, in both replicas",
         "pipeline": "0, 16, 32, 48: a node for each stage",
     }
     for row, (name, text) in enumerate(groups.items()):
@@ -415,16 +415,16 @@ def draw_gpu(axes: Axes, x: float, y: float, place: int, layers: range | None) -
 
 
 def stacks() -> Figure:
-    """Two jobs on four nodes of four GPUs. A large model: there are two copies, and each gets half
-    of the batch. A copy is a pipeline of two nodes, with layers 1 and 2 on the first and 3 and 4 on
-    the second; inside a node each GPU has a quarter of every matrix. A small model and much data:
-    every GPU has all layers, and a sixteenth of the batch for itself.
+    """Two jobs on four nodes of four GPUs. A large model: two replicas, each with half of the
+    batch. A replica is a pipeline of two nodes, with layers 1 and 2 on the first and 3 and 4 on the
+    second; inside a node each GPU has a quarter of every matrix. A small model and much data: every
+    GPU has all layers, and a sixteenth of the batch for itself.
     """
     figure, axes = make_canvas(WIDE, 6.1)
     node, apart = 4 * 0.44 + 3 * 0.06, 0.34
     jobs = (
-        ("a large model: copies, of stages, of slices", "copy {}, layers {} and {}"),
-        ("a small model, much data: copies alone", "node {}: four copies"),
+        ("a large model: replicas, stages, shards", "replica {}, layers {} and {}"),
+        ("a small model, much data: replicas only", "node {}: four replicas"),
     )
     for job, (name, label) in enumerate(jobs):
         begin = 0.14 + job * 2.86
@@ -443,9 +443,8 @@ def stacks() -> Figure:
             if not job:
                 middle = y + 0.75
                 draw_arrow(axes, (0.18 + node, middle), (0.02 + node + apart, middle))
-    line = (
-        "each GPU: its part of the batch, and below it\nwhat it holds of four layers; pale: a copy"
-    )
+    line = "each GPU: its part of the batch, above its part of\n"
+    line += "four layers; pale: the same on all GPUs of the node"
     draw_text(axes, 0.04, 5.86, line, ha="left", fontsize=SMALL)
     return figure
 
@@ -462,7 +461,7 @@ def draw_slab(axes: Axes, place: Corner, depth: Point, color: str) -> None:
 
 
 def draw_block(axes: Axes, x: float, y: float, along: str) -> None:
-    """Draw activations of sequences (depth), tokens (across), width (down), cut over four ranks."""
+    """Draw activations of sequences (depth), tokens (across), width (down), over four ranks."""
     wide, high, dx, dy = 1.0, 0.62, 0.42, 0.34
     for rank in range(N):
         if along == "sequences":  # from the back to the front
@@ -477,11 +476,11 @@ def draw_block(axes: Axes, x: float, y: float, along: str) -> None:
 
 
 def cuts() -> Figure:
-    """Six things that four ranks can share. Activations are a block of sequences, tokens and width:
-    data parallelism cuts the sequences of the batch, context parallelism the tokens of each
-    sequence, tensor parallelism the width of each layer. Of the model, a pipeline cuts the layers,
-    ZeRO the states of every layer, and expert parallelism deals out the experts, to which each
-    token is sent by a router.
+    """Six things that can be divided over four ranks. Activations are a block of sequences, tokens
+    and width: data parallelism divides the sequences of the batch, context parallelism the tokens
+    of each sequence, tensor parallelism the width of each layer. A pipeline divides the layers,
+    ZeRO the states of every layer, and expert parallelism the experts, to which a router sends each
+    token.
     """
     figure, axes = make_canvas(WIDE, 5.1)
     panels = {"sequences": "data", "tokens": "context", "width": "tensor"}
@@ -489,7 +488,7 @@ def cuts() -> Figure:
     for number, (what, name) in enumerate(panels.items()):
         x, y = 0.42 + 2.2 * (number % 2), 0.14 + 1.72 * (number // 2)
         draw_title(axes, x - 0.36, y, name, ha="left", fontsize=11)
-        draw_text(axes, x + 1.5, y, f"cuts {what}", ha="right", fontsize=SMALL)
+        draw_text(axes, x + 1.5, y, f"divides {what}", ha="right", fontsize=SMALL)
         if number < 3:
             draw_block(axes, x, y + 0.62, what)
             draw_text(axes, x - 0.1, y + 0.93, "width", ha="center", fontsize=SMALL, rotation=90)
@@ -521,8 +520,8 @@ def main() -> None:
     for draw in (step, ways, bubble, ffn, zero, choose, gpt3, stacks, cuts):
         alt = " ".join(draw.__doc__.split())
         if draw is choose:
-            rungs = (f"{i}, {name}: {RUNGS[name]}" for i, name in enumerate(strategy.TECHNIQUES, 1))
-            alt = f"{alt} {'; '.join(rungs)}."
+            boxes = (f"{i}, {n}: {EFFECTS[n]}" for i, n in enumerate(strategy.TECHNIQUES, 1))
+            alt = f"{alt} {'; '.join(boxes)}."
         show.save_svg(draw(), HERE / f"model_parallelism_{draw.__name__}.svg", alt)
 
 

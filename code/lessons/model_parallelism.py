@@ -615,7 +615,7 @@ show.table(rows, [*head, "tensor parallel sends more above (tokens)"])
 #
 # ZeRO is data parallelism in which each rank *owns* a shard of the states, instead of holding all of them {cite}`rajbhandari2020zero`.
 #
-# ![Model states on four ranks, by stages of ZeRO; a coloured piece is held by its owner alone, a pale one by every rank. Stage 0, data parallelism: weights, gradients and optimizer states are whole on every rank, 16 bytes for each parameter. Stage 1: each rank has a quarter of the optimizer states, 10 bytes. Stage 2: also a quarter of the gradients, 7 bytes. Stage 3: also a quarter of the weights, 4 bytes.](../figures/model_parallelism_zero.svg)
+# ![Model states on four ranks, by stages of ZeRO; a coloured shard is held by its owner alone, a pale piece by every rank. Stage 0, data parallelism: weights, gradients and optimizer states are whole on every rank, 16 bytes for each parameter. Stage 1: each rank has a quarter of the optimizer states, 10 bytes. Stage 2: also a quarter of the gradients, 7 bytes. Stage 3: also a quarter of the weights, 4 bytes.](../figures/model_parallelism_zero.svg)
 #
 # All weights are put into one flat tensor, of which each rank owns a quarter.
 # A *reduce-scatter* gives each rank the averaged gradients of its quarter alone.
@@ -743,7 +743,7 @@ print("all numbers of the table are those of this page")
 # Go down the chart and take the first technique with which the job fits into memory.
 # Techniques 1 to 5 change no line of the model, 6 needs fast links, 7 needs a schedule; 8 is the slow last resort.
 #
-# ![A flow chart with a box for each technique. Each box asks: can the batch be divided, and does the fullest rank fit into its memory? Yes: train. No: the next box. After the last: more GPUs, or larger ones. The boxes: 1, data parallel: every GPU has a copy of everything; 2, ZeRO-1: each optimizer state once among the copies; 3, ZeRO-2: each gradient once, too; 4, ZeRO-3: each weight once, too, if the link is fast enough; 5, recompute: layers keep only their inputs; ZeRO as before; 6, tensor in the node: matrices sharded, over 2, 4, … GPUs of a node; 7, pipeline across nodes: layers split into stages on several nodes; 8, the host's memory: optimizer, or all states, on the host: slowest.](../figures/model_parallelism_choose.svg)
+# ![A flow chart with a box for each technique. Each box asks: can the batch be divided, and does the fullest rank fit into its memory? Yes: train. No: the next box. After the last: more GPUs, or larger ones. The boxes: 1, data parallel: every GPU has a full replica of the model; 2, ZeRO-1: optimizer states sharded over the replicas; 3, ZeRO-2: gradients sharded, too; 4, ZeRO-3: weights sharded, too, if the link is fast enough; 5, recompute: layers keep only their inputs; ZeRO as before; 6, tensor in the node: matrices sharded over 2, 4, … GPUs of a node; 7, pipeline across nodes: layers split into stages on several nodes; 8, the host's memory: optimizer, or all states, on the host: slowest.](../figures/model_parallelism_choose.svg)
 #
 # A *layout* describes how a job is divided.
 # The course's planner predicts each layout's memory and step time, and `choose_by_chart` follows the chart.

@@ -66,9 +66,9 @@ def draw_groups() -> None:
     show.save_svg(
         figure,
         HERE / "collectives_groups.svg",
-        "Two nodes with two processes each. Ranks 0 and 1 are on node 0, ranks 2 and 3 on node 1; "
-        "on each node the local ranks are 0 and 1, and each process has the GPU of its local rank. "
-        "A process group made of ranks 1 and 3 numbers them 0 and 1.",
+        "Two nodes with two processes each. Ranks 0 and 1 are on node 0, ranks 2 and 3 on node 1. "
+        "On each node the local ranks are 0 and 1, and each process has the GPU of its local "
+        "rank. A process group of ranks 1 and 3 numbers them 0 and 1.",
     )
 
 
@@ -113,7 +113,7 @@ def draw_halves() -> None:
     end: list[list[Cell]] = [[all_ranks] * RANKS] * RANKS
     draw_rank_names(axes, 0.62, 0.62, size)
     lefts = (0.7, 2.25, 3.8)
-    texts = ("all hold their own", "a sum on each", "all hold all sums")
+    texts = ("own pieces", "one sum on each", "all sums on each")
     for left, text, rows in zip(lefts, texts, (start, middle, end), strict=True):
         for c in range(RANKS):
             axes.text(left + (c + 0.5) * size, 0.5, str(c), ha="center", va="center", size=9)
@@ -170,9 +170,9 @@ def draw_exchange_and_barrier() -> None:
     show.save_svg(
         figure,
         HERE / "collectives_exchange.svg",
-        "All-to-all: before, rank i holds four pieces, one for each rank; after, rank j holds what "
-        "each of the ranks had for it, like a table of which rows became columns. Barrier: ranks "
-        "arrive at different times, and all go on when the last one, rank 1, has arrived.",
+        "All-to-all: before, rank i holds four pieces, one for each rank; after, rank j holds the "
+        "pieces that all ranks had for it, as if rows became columns. Barrier: ranks arrive at "
+        "different times, and all go on when the last one, rank 1, has arrived.",
     )
 
 
@@ -207,10 +207,10 @@ def draw_tree() -> None:
 def draw_mistakes() -> None:
     figure, axes = make_canvas(4.4, 3.55)
     panels = {  # label -> each rank's first and second call; []: the rank calls nothing
-        "another order": [["all-reduce"], ["broadcast"], ["all-reduce"], ["all-reduce"]],
+        "different order": [["all-reduce"], ["broadcast"], ["all-reduce"], ["all-reduce"]],
         "one rank missing": [["all-reduce"], ["all-reduce"], [], ["all-reduce"]],
-        "another shape": [["of 4"], ["of 4"], ["of 3"], ["of 4"]],
-        "another tensor": [["sum a", "sum b"], ["sum b", "sum a"]],
+        "different shapes": [["size 4"], ["size 4"], ["size 3"], ["size 4"]],
+        "no error": [["sum a", "sum b"], ["sum b", "sum a"]],
     }
     for number, (head, rows) in enumerate(panels.items()):
         left, top = 0.57 + 2.25 * (number % 2), 0.34 + 1.75 * (number // 2)
@@ -218,7 +218,7 @@ def draw_mistakes() -> None:
         draw_rank_names(axes, left - 0.07, top, 0.24, 0.06, len(rows))
         after = "waits" if [] in rows else "no match"
         for rank, calls in enumerate(rows):
-            y, wide = top + rank * 0.3, 0.82 if len(rows) > 2 else 0.62
+            y, wide = top + rank * 0.3, 0.86 if len(rows) > 2 else 0.62
             for i, call in enumerate(calls):
                 draw_box(axes, left + i * wide, y, wide, 0.24, call, show.RANK_COLORS[rank])
             if calls and len(rows) > 2:
@@ -226,14 +226,14 @@ def draw_mistakes() -> None:
                 axes.add_patch(Rectangle((left + wide, y), 0.68, 0.24, **edge))
                 axes.text(left + wide + 0.34, y + 0.12, after, ha="center", va="center", size=9.5)
         if len(rows) == 2:
-            axes.text(left, top + 0.75, "nobody waits:\nboth sums are a + b", va="center")
+            axes.text(left, top + 0.75, "no rank waits:\nboth sums are a + b", va="center")
     show.save_svg(
         figure,
         HERE / "collectives_mistakes.svg",
-        "Four mistakes. Another order: rank 1 begins with a broadcast, the others with an "
-        "all-reduce. One rank missing: rank 2 does not call, and the others wait. Another shape: "
-        "rank 2 sums three numbers, the others four. Another tensor: rank 0 sums a, then b, rank 1 "
-        "b, then a; nobody waits, and both sums are a + b.",
+        "Four mistakes. Different order: rank 1 begins with a broadcast, the others with an "
+        "all-reduce. One rank missing: rank 2 does not call, and the others wait. Different "
+        "shapes: rank 2 sums three numbers, the others four. No error: rank 0 sums a, then b, "
+        "rank 1 b, then a; no rank waits, and both sums are a + b.",
     )
 
 

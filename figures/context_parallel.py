@@ -52,9 +52,9 @@ def draw_blank(axes: Axes, place: Corner, **look: object) -> None:
 
 
 def ring() -> Figure:
-    """Ring attention on four ranks, in four turns. Each rank keeps its queries. Keys and values
-    start at their owners; after each turn every rank hands those that it has to the next one, the
-    last rank to the first, so that after four turns each rank has met all four pieces.
+    """Ring attention on four ranks, in four turns. Each rank keeps its queries. In turn 0 it has
+    its own keys and values; after each turn it sends the keys and values that it has to the next
+    rank, the last rank to the first. After four turns each rank has had all four pieces.
     """
     figure, axes = make_canvas(6.6, 3.05)
     size, row, turn = 0.38, 0.6, 1.55
@@ -83,8 +83,8 @@ def count_squares(layout: str, rank: int) -> list[float]:
 
 def zigzag() -> Figure:
     """The causal mask over eight pieces of a sequence, whose queries belong to four ranks, in two
-    layouts. Contiguous, rank 0 has pieces 0 and 1 and rank 3 pieces 6 and 7: of the work they do
-    1, 3, 5 and 7 sixteenths. Zig-zag, rank r has pieces r and 7 - r: each does 4.
+    layouts. Contiguous, rank 0 has pieces 0 and 1 and rank 3 pieces 6 and 7: the ranks do 1, 3, 5
+    and 7 sixteenths of the work. Zig-zag, rank r has pieces r and 7 - r: each rank does 4.
     """
     figure, axes = make_canvas(6.5, 3.85)
     size, pieces = 0.235, 2 * N
@@ -92,9 +92,7 @@ def zigzag() -> Figure:
         left, top = 0.55 + number * 3.25, 0.55
         draw_title(axes, left + pieces * size / 2, 0.14, layout.replace("zigzag", "zig-zag"))
         draw_text(axes, left + pieces * size / 2, 0.42, "keys", fontsize=SMALL)
-        draw_text(
-            axes, left - 0.44, top + 4 * size, "queries, of rank", fontsize=SMALL, rotation=90
-        )
+        draw_text(axes, left - 0.44, top + 4 * size, "queries of rank", fontsize=SMALL, rotation=90)
         positions = {r: cp.token_positions(layout, pieces, N, r).tolist() for r in range(N)}
         owner = {piece: rank for rank, mine in positions.items() for piece in mine}
         for q in range(pieces):
@@ -119,9 +117,9 @@ def zigzag() -> Figure:
 
 
 def idle() -> Figure:
-    """A causal ring in time, on four ranks. Contiguous, rank 0 has only its own keys to work on,
-    rank 3 all four blocks, and the others wait for it. Zig-zag, each rank has half a block to
-    compute in every turn: all end together, after four sevenths of the time.
+    """Timeline of a causal ring on four ranks. Contiguous, rank 0 computes with its own keys only,
+    rank 3 with all four blocks, and the other ranks wait for rank 3. Zig-zag, each rank has half a
+    block to compute in every turn: all end together, after four sevenths of the time.
     """
     figure, axes = make_canvas(6.5, 3.42)
     unit, tall, left = 1.5, 0.26, 0.7
@@ -150,11 +148,11 @@ def idle() -> Figure:
 def ulysses() -> Figure:
     """Four pieces of a sequence and four heads on four ranks. Before, each rank has one piece with
     all heads. An all-to-all gives each rank one head with all pieces, and its attention sees the
-    whole sequence. A second all-to-all goes back.
+    whole sequence. A second all-to-all returns the outputs to the ranks of their tokens.
     """
     figure, axes = make_canvas(6.5, 2.35)
-    size, top, tokens = 0.36, 0.55, "its tokens, all heads"
-    for number, name in enumerate((tokens, "all tokens, its head", tokens)):
+    size, top, tokens = 0.36, 0.55, "own tokens, all heads"
+    for number, name in enumerate((tokens, "all tokens, own head", tokens)):
         left, end = 0.75 + number * 2.15, 0.75 + number * 2.15 + N * size + 0.06
         draw_title(axes, left + 2 * size, 0.14, name, fontsize=SMALL)
         for i in range(N):
@@ -166,14 +164,14 @@ def ulysses() -> Figure:
         if number < 2:
             draw_arrow(axes, (end, top + 2 * size), (end + 0.44, top + 2 * size))
             draw_text(axes, end + 0.2, top + 2 * size - 0.25, "all-\nto-all", fontsize=SMALL)
-    draw_text(axes, 2.9 + 2 * size, 2.2, "attention, over all tokens", fontsize=SMALL)
+    draw_text(axes, 2.9 + 2 * size, 2.2, "attention over all tokens", fontsize=SMALL)
     return figure
 
 
 def merge() -> Figure:
     """Four scores of one query, in two blocks. Block 0 has exponentials 2 and 1, sum 3, output 7;
-    block 1 has 0.5 and 0.5, sum 1, output 6. Merged, the outputs weigh as much as the sums, 3/4
-    and 1/4, which gives 6.75, as all four scores do at once.
+    block 1 has 0.5 and 0.5, sum 1, output 6. Merged, the outputs are weighted by the sums, 3/4 and
+    1/4: 6.75, as from all four scores together.
     """
     figure, axes = make_canvas(6.5, 2.3)
     blocks = (((2.0, 9.0), (1.0, 3.0)), ((0.5, 4.0), (0.5, 8.0)))  # (exp(score), value) of each key
@@ -189,13 +187,13 @@ def merge() -> Figure:
             draw_text(axes, x + unit / 2, base + 0.16, f"{value:g}")
         size = sum(part for part, _ in scores)
         out = sum(part * value for part, value in scores) / size
-        draw_text(axes, left + unit, base + 0.6, f"L = log {size:g}\noutput {out:g}")
+        draw_text(axes, left + unit, base + 0.6, f"ℓ = log {size:g}\noutput {out:g}")
         bottom -= size / total
         draw_tile(axes, (4.5, bottom, 0.8, size / total), number, f"{size / total:g}")
         merged.append(f"{size / total:g} · {out:g}")
     draw_arrow(axes, (3.55, 1.0), (4.2, 1.0))
     draw_title(axes, 4.9, 0.14, "merged", fontsize=10)
-    draw_text(axes, 4.9, base + 0.6, f"L = log {total:g}\noutput {' + '.join(merged)} = 6.75")
+    draw_text(axes, 4.9, base + 0.6, f"ℓ = log {total:g}\noutput {' + '.join(merged)} = 6.75")
     return figure
 
 
@@ -226,7 +224,7 @@ def fit() -> Figure:
         axes.axhline(tokens / 1000, color=INK, lw=0.8, ls=":")
         axes.text(64, tokens / 1000, f"{tokens:,} tokens", ha="right", va="bottom", fontsize=9.5)
     axes.set(xscale="log", yscale="log", xlim=(0.9, 64))
-    axes.set(xlabel="context ranks, each of 8 tensor ranks", ylabel="tokens that fit (thousands)")
+    axes.set(xlabel="context ranks, of 8 tensor ranks each", ylabel="tokens that fit (thousands)")
     for axis, ticks in ((axes.xaxis, (1, 4, 16, 64)), (axes.yaxis, (10, 100, 1000, 10_000))):
         axis.set_ticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.minorticks_off()

@@ -274,7 +274,7 @@ print("rank in the world, in the group:", *ranks.run(number_in_group, 4))
 # **All-reduce** leaves the whole sum on all ranks: a reduce-scatter, then an all-gather.
 # Remember this picture: ZeRO does its optimizer step between the two arrows.
 #
-# ![All-to-all: before, rank i holds four pieces, one for each rank; after, rank j holds what each of the ranks had for it, as if rows became columns. Barrier: ranks arrive at different times, and all go on when the last one, rank 1, has arrived.](../figures/collectives_exchange.svg)
+# ![All-to-all: before, rank i holds four pieces, one for each rank; after, rank j holds the pieces that all ranks had for it, as if rows became columns. Barrier: ranks arrive at different times, and all go on when the last one, rank 1, has arrived.](../figures/collectives_exchange.svg)
 #
 # **All-to-all** sends piece $j$ of every rank to rank $j$; lesson [experts](experts.md) sends its tokens this way.
 # **Barrier** moves no data: it returns on a rank only when all ranks have called it.
@@ -353,29 +353,29 @@ show.source(collectives.broadcast)
 #
 #    Every rank has a tensor of its own, cut into four pieces.
 #
-# 2. ![Step 1: rank 0 sends piece 3 to rank 1, rank 1 sends piece 0 to rank 2, rank 2 sends piece 1 to rank 3, rank 3 sends piece 2 to rank 0. What arrives is added there, and now holds the numbers of two ranks.](../figures/steps/collectives_2.svg)
+# 2. ![Step 1: rank 0 sends piece 3 to rank 1, rank 1 sends piece 0 to rank 2, rank 2 sends piece 1 to rank 3, rank 3 sends piece 2 to rank 0. Each sent piece is added to the receiver's piece, now the sum over two ranks.](../figures/steps/collectives_2.svg)
 #
 #    Each rank sends one piece to the next rank, which adds it to its own.
 #    No two ranks send the same piece, so all of them send and receive at once.
 #
-# 3. ![Step 2: rank 0 sends piece 2 to rank 1, rank 1 sends piece 3 to rank 2, rank 2 sends piece 0 to rank 3, rank 3 sends piece 1 to rank 0. What arrives is added there, and now holds the numbers of three ranks.](../figures/steps/collectives_3.svg)
+# 3. ![Step 2: rank 0 sends piece 2 to rank 1, rank 1 sends piece 3 to rank 2, rank 2 sends piece 0 to rank 3, rank 3 sends piece 1 to rank 0. Each sent piece is added to the receiver's piece, now the sum over three ranks.](../figures/steps/collectives_3.svg)
 #
 #    Each rank sends on the sum of two ranks' pieces, and the next rank adds its own piece.
 #
-# 4. ![Step 3: rank 0 sends piece 1 to rank 1, rank 1 sends piece 2 to rank 2, rank 2 sends piece 3 to rank 3, rank 3 sends piece 0 to rank 0. What arrives is added there, and now holds the numbers of all four ranks.](../figures/steps/collectives_4.svg)
+# 4. ![Step 3: rank 0 sends piece 1 to rank 1, rank 1 sends piece 2 to rank 2, rank 2 sends piece 3 to rank 3, rank 3 sends piece 0 to rank 0. Each sent piece is added to the receiver's piece, now the sum over all four ranks.](../figures/steps/collectives_4.svg)
 #
 #    The fourth rank's piece is added: rank 0 has the complete sum of piece 0, rank 1 the sum of piece 1, and so on. This was a reduce-scatter.
 #    Each rank has sent three of its four pieces.
 #
-# 5. ![Step 4: rank 0 sends piece 0 to rank 1, rank 1 sends piece 1 to rank 2, rank 2 sends piece 2 to rank 3, rank 3 sends piece 3 to rank 0. What arrives is complete, and replaces what was there: every rank now has two complete pieces.](../figures/steps/collectives_5.svg)
+# 5. ![Step 4: rank 0 sends piece 0 to rank 1, rank 1 sends piece 1 to rank 2, rank 2 sends piece 2 to rank 3, rank 3 sends piece 3 to rank 0. Each sent piece is complete and replaces the receiver's: every rank now has two complete pieces.](../figures/steps/collectives_5.svg)
 #
 #    Now the complete pieces go around. Nothing is added: an arriving piece replaces the old one.
 #
-# 6. ![Step 5: rank 0 sends piece 3 to rank 1, rank 1 sends piece 0 to rank 2, rank 2 sends piece 1 to rank 3, rank 3 sends piece 2 to rank 0. What arrives is complete, and replaces what was there: every rank now has three.](../figures/steps/collectives_6.svg)
+# 6. ![Step 5: rank 0 sends piece 3 to rank 1, rank 1 sends piece 0 to rank 2, rank 2 sends piece 1 to rank 3, rank 3 sends piece 2 to rank 0. Each sent piece is complete and replaces the receiver's: every rank now has three.](../figures/steps/collectives_6.svg)
 #
 #    Each rank sends on the piece that has just arrived.
 #
-# 7. ![Step 6: rank 0 sends piece 2 to rank 1, rank 1 sends piece 3 to rank 2, rank 2 sends piece 0 to rank 3, rank 3 sends piece 1 to rank 0. What arrives is complete, and replaces what was there: every rank now has all four.](../figures/steps/collectives_7.svg)
+# 7. ![Step 6: rank 0 sends piece 2 to rank 1, rank 1 sends piece 3 to rank 2, rank 2 sends piece 0 to rank 3, rank 3 sends piece 1 to rank 0. Each sent piece is complete and replaces the receiver's: every rank now has all four.](../figures/steps/collectives_7.svg)
 #
 #    Every rank has all four sums: this was an all-gather, in which each rank again sent three pieces.
 #    In total each rank has sent 6 pieces, each a quarter of its tensor: $2(N-1)/N$ of the tensor.
@@ -1072,7 +1072,7 @@ assert all(rank == {op: x.tolist() for op, x in wanted.items()} for rank in foun
 # Every rank has to make the same calls, in the same order, with the same sizes.
 # Nothing checks this. Four mistakes and their symptoms:
 #
-# ![Four mistakes. Another order: rank 1 begins with a broadcast, the others with an all-reduce. One rank missing: rank 2 does not call, and the others wait. Another shape: rank 2 sums three numbers, the others four. Another tensor: rank 0 sums a, then b, rank 1 b, then a; nobody waits, and both sums are a + b.](../figures/collectives_mistakes.svg)
+# ![Four mistakes. Different order: rank 1 begins with a broadcast, the others with an all-reduce. One rank missing: rank 2 does not call, and the others wait. Different shapes: rank 2 sums three numbers, the others four. No error: rank 0 sums a, then b, rank 1 b, then a; no rank waits, and both sums are a + b.](../figures/collectives_mistakes.svg)
 
 # %% tags=["hide-input"]
 # Runs a function that must fail, and prints the error message

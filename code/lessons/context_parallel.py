@@ -111,7 +111,7 @@ assert of.kept_bytes > 80e9
 #
 # Queries stay on their ranks, and keys and values move. In each *turn* a rank computes attention of its queries to the keys that it currently has, and sends these keys and their values to the next rank, the last rank to rank 0 {cite}`liu2023ring`. After $N$ turns each rank has had all keys.
 #
-# ![Ring attention on four ranks, in four turns. Each rank keeps its queries. Keys and values start at their owners; after each turn every rank hands those that it has to the next one, the last rank to the first, so that after four turns each rank has met all four pieces.](../figures/context_parallel_ring.svg)
+# ![Ring attention on four ranks, in four turns. Each rank keeps its queries. In turn 0 it has its own keys and values; after each turn it sends the keys and values that it has to the next rank, the last rank to the first. After four turns each rank has had all four pieces.](../figures/context_parallel_ring.svg)
 #
 # But softmax divides by a sum over *all* keys, and in turn 0 a rank has only its own keys.
 # So attention to one turn's keys, a *block*, gives two results: the output $o_i$, and the logarithm $\ell_i$ of the sum of the scores' exponentials. The results for two blocks are merged into $o$ and $\ell$ for both {cite}`milakov2018softmax,dao2022flashattention`:
@@ -120,7 +120,7 @@ assert of.kept_bytes > 80e9
 # \ell = \log\big(e^{\ell_1} + e^{\ell_2}\big), \qquad o = e^{\ell_1 - \ell}\, o_1 + e^{\ell_2 - \ell}\, o_2 .
 # $$
 #
-# ![Four scores of one query, in two blocks. Block 0 has exponentials 2 and 1, sum 3, output 7; block 1 has 0.5 and 0.5, sum 1, output 6. Merged, the outputs weigh as much as the sums, 3/4 and 1/4, which gives 6.75, as all four scores do at once.](../figures/context_parallel_merge.svg)
+# ![Four scores of one query, in two blocks. Block 0 has exponentials 2 and 1, sum 3, output 7; block 1 has 0.5 and 0.5, sum 1, output 6. Merged, the outputs are weighted by the sums, 3/4 and 1/4: 6.75, as from all four scores together.](../figures/context_parallel_merge.svg)
 #
 # The exponents are differences, and never positive, so large scores do not overflow.
 #
@@ -266,13 +266,13 @@ show.source(cp.core._RingTransfer)
 #
 # In a language model a token attends only to earlier tokens and to itself, so about half of the scores are not needed. For one rank, this fraction depends on the positions of its tokens.
 #
-# ![The causal mask over eight pieces of a sequence, whose queries belong to four ranks, in two layouts. Contiguous, rank 0 has pieces 0 and 1 and rank 3 pieces 6 and 7: of the work they do 1, 3, 5 and 7 sixteenths. Zig-zag, rank r has pieces r and 7 - r: each does 4.](../figures/context_parallel_zigzag.svg)
+# ![The causal mask over eight pieces of a sequence, whose queries belong to four ranks, in two layouts. Contiguous, rank 0 has pieces 0 and 1 and rank 3 pieces 6 and 7: the ranks do 1, 3, 5 and 7 sixteenths of the work. Zig-zag, rank r has pieces r and 7 - r: each rank does 4.](../figures/context_parallel_zigzag.svg)
 #
 # If each rank has one contiguous piece, rank 0 has work only in turn 0, and the last rank in every turn.
 # So cut the sequence into $2N$ pieces, and give rank $r$ an early and a late one, pieces $r$ and $2N-1-r$. This layout is the *zig-zag*. (Striped attention gives each rank every $N$-th token, for the same reason {cite}`brandon2023striped`.)
 #
 # :::{step-through} A causal ring in a zig-zag, on four ranks
-# 1. ![Before the first turn. A square of eight rows, the pieces' queries, and eight columns, their keys; only what is on and below its diagonal is needed. Of the pieces rank 0 has 0 and 7; rank 1 has 1 and 6; rank 2 has 2 and 5; rank 3 has 3 and 4.](../figures/steps/context_parallel_1.svg)
+# 1. ![Before the first turn. A square of eight rows, the pieces' queries, and eight columns, their keys; only squares on and below the diagonal are needed. Pieces: rank 0 has 0 and 7; rank 1 has 1 and 6; rank 2 has 2 and 5; rank 3 has 3 and 4.](../figures/steps/context_parallel_1.svg)
 #
 #    Eight pieces: rank 0 has queries and keys of pieces 0 and 7, rank 1 of 1 and 6, and so on.
 #    The scores on the diagonal and below it have to be computed.
@@ -362,14 +362,14 @@ show.table(rows, head, caption=f"{seq} tokens, causal, forward")
 # With the zig-zag the mask saves half of the time, on any number of ranks, and in every turn.
 # `````
 #
-# ![A causal ring in time, on four ranks. Contiguous, rank 0 has only its own keys to work on, rank 3 all four blocks, and the others wait for it. Zig-zag, each rank has half a block to compute in every turn: all end together, after four sevenths of the time.](../figures/context_parallel_idle.svg)
+# ![Timeline of a causal ring on four ranks. Contiguous, rank 0 computes with its own keys only, rank 3 with all four blocks, and the other ranks wait for rank 3. Zig-zag, each rank has half a block to compute in every turn: all end together, after four sevenths of the time.](../figures/context_parallel_idle.svg)
 #
 # ## The all-to-all (Ulysses): from tokens to heads
 #
 # The other method is an all-to-all before attention. It gives a rank *all* tokens of $a/N$ heads instead of $s/N$ tokens of all $a$ heads. A head's attention needs no other head, so each rank computes plain attention, with any kernel and any mask.
 # A second all-to-all returns the outputs to the ranks of their tokens. This method is called *Ulysses* {cite}`jacobs2023ulysses`.
 #
-# ![Four pieces of a sequence and four heads on four ranks. Before, each rank has one piece with all heads. An all-to-all gives each rank one head with all pieces, and its attention sees the whole sequence. A second all-to-all goes back.](../figures/context_parallel_ulysses.svg)
+# ![Four pieces of a sequence and four heads on four ranks. Before, each rank has one piece with all heads. An all-to-all gives each rank one head with all pieces, and its attention sees the whole sequence. A second all-to-all returns the outputs to the ranks of their tokens.](../figures/context_parallel_ulysses.svg)
 #
 # One function does both exchanges. It cuts a tensor along one dimension, sends a part to each rank, and joins the received parts along another dimension.
 

@@ -60,12 +60,12 @@ def describe_moment(number: int, moment: Moment) -> str:
     )
     if number < RANKS:
         counts = {2: "two", 3: "three", 4: "all four"}
-        result = f"is added there, and now holds the numbers of {counts[number + 1]} ranks"
+        result = f"is added to the receiver's piece, now the sum over {counts[number + 1]} ranks"
     else:
         complete = sum(len(ranks) == RANKS for ranks in moment.rows[0])
         counts = {2: "two complete pieces", 3: "three", 4: "all four"}
-        result = f"is complete, and replaces what was there: every rank now has {counts[complete]}"
-    return f"Step {number}: {messages}. What arrives {result}."
+        result = f"is complete and replaces the receiver's: every rank now has {counts[complete]}"
+    return f"Step {number}: {messages}. Each sent piece {result}."
 
 
 def draw(number: int, moment: Moment) -> None:

@@ -40,7 +40,7 @@ def describe_turn(turn: int) -> str:
         shares = "; ".join(f"rank {rank} has {a} and {b}" for rank, (a, b) in enumerate(MINE))
         return (
             "Before the first turn. A square of eight rows, the pieces' queries, and eight "
-            "columns, their keys; only what is on and below its diagonal is needed. Of the pieces "
+            "columns, their keys; only squares on and below the diagonal are needed. Pieces: "
             f"{shares}."
         )
     said = []

@@ -42,7 +42,7 @@ def draw_shards() -> None:
     axes.add_patch(folder)
     for rank, x in enumerate(places):
         _draw_piece(axes, x, 1.78, width, 0.42, COLORS[rank], f"__{rank}_0.distcp")
-    words = ".metadata: which piece of which tensor stands where"
+    words = ".metadata: which part of which tensor is in which file"
     draw_box(axes, places[0], 2.28, 4 * width + 3 * gap, 0.4, words)
     halves = 2 * width + gap
     for rank in range(2):
@@ -56,24 +56,24 @@ def draw_shards() -> None:
         axes.add_patch(outline)
         draw_title(axes, x + halves / 2, 4.22, f"rank {rank} of 2: half of all tensors")
     axes.text(left, 3.16, "load", va="center", ha="left", weight="bold")
-    words = "Each rank reads what it needs, whoever wrote it; nothing is gathered in one place."
+    words = "Each rank reads its parts from all files; no rank gathers the full tensors."
     axes.text(3.1, 4.56, words, ha="center", va="center", fontsize=10)
     show.save_svg(
         figure,
         HERE / "checkpoint_shards.svg",
         "Four ranks each write their quarter of all tensors into a file of their own, beside an "
         "index. Later two ranks read: rank 0 the files of ranks 0 and 1, rank 1 those of ranks 2 "
-        "and 3, and each holds half of all tensors.",
+        "and 3. Each then holds half of all tensors.",
     )
 
 
 def draw_rename() -> None:
     figure, axes = make_canvas(6.2, 4.1)
     steps = [
-        (0.0, 0.8, "clear up,\nnew folder"),
+        (0.0, 0.8, "clean up,\nnew folder"),
         (0.8, 2.3, "all ranks write\nand fsync"),
         (2.3, 3.3, "checksums,\nmanifest"),
-        (3.55, 4.45, "old one\ngoes"),
+        (3.55, 4.45, "delete\nold one"),
     ]
     left = 1.25
     draw_title(axes, left - 0.12, 0.42, "a save", ha="right")
@@ -92,7 +92,7 @@ def draw_rename() -> None:
     ]
     tops = [1.05, 1.7, 2.35]
     axes.text(left - 0.12, 1.24, "complete", ha="right", va="center")
-    axes.text(left - 0.12, 1.89, "not yet", ha="right", va="center")
+    axes.text(left - 0.12, 1.89, "incomplete", ha="right", va="center")
     axes.text(left - 0.12, 2.54, "complete", ha="right", va="center")
     for (name, begin, end, color, whole), y in zip(rows, tops, strict=True):
         look = {"fc": color, "ec": INK, "lw": 0.8}
@@ -112,9 +112,9 @@ def draw_rename() -> None:
         figure,
         HERE / "checkpoint_rename.svg",
         "Timeline of a save. The folder of step 500 stays complete while the ranks write step 600 "
-        "into a folder whose name starts with .saving. One rename makes it complete. Only then the "
-        "old one goes. A kill before the rename leaves step 500 as the current checkpoint, a kill "
-        "after it step 600.",
+        "into a folder whose name begins with .saving. One rename makes the new folder complete. "
+        "Only then the old one is deleted. After a kill before the rename, step 500 is the "
+        "current checkpoint; after a kill later, step 600.",
     )
 
 
@@ -130,14 +130,14 @@ def draw_async() -> None:
             x = left + unit * (start + i)
             _draw_piece(axes, x, y, unit * 0.96, 0.4, COLORS[0], f"{first + i}")
 
-    draw_title(axes, 0.05, 0.16, "at once", ha="left")
+    draw_title(axes, 0.05, 0.16, "synchronous", ha="left")
     draw_row(0.36, "training")
     draw_steps(0.36, 0, 2, 1)
     draw_steps(0.36, 5, 3, 3)
     draw_row(0.86, "writing")
     _draw_piece(axes, left + 2 * unit, 0.86, 3 * unit, 0.4, COLORS[4], "write")
     style = {"ha": "center", "va": "center", "fontsize": 10}
-    axes.text(left + 3.5 * unit, 0.56, "held up", **style)
+    axes.text(left + 3.5 * unit, 0.56, "waits", **style)
 
     draw_title(axes, 0.05, 1.66, "in the background", ha="left")
     draw_row(1.86, "training")
@@ -147,14 +147,14 @@ def draw_async() -> None:
     draw_row(2.36, "writing")
     _draw_piece(axes, left + 2.5 * unit, 2.36, 3 * unit, 0.4, COLORS[4], "write the copy")
     draw_arrow(axes, (left + 2.23 * unit, 2.95), (left + 2.23 * unit, 2.3))
-    words = "copy: the state after step 2, whatever steps 3 to 5 do"
+    words = "copy of the state: steps 3 to 5 do not change it"
     axes.text(left + 2.0 * unit, 3.08, words, ha="left", va="center", fontsize=10)
     show.save_svg(
         figure,
         HERE / "checkpoint_async.svg",
-        "Two timelines. Saving at once holds training up while everything is written. Saving in "
-        "the background holds it up while the state is copied in memory; a thread then writes the "
-        "copy while the next steps run.",
+        "Two timelines. In a synchronous save training waits until everything is written. In a "
+        "save in the background training waits only while the state is copied in memory; a thread "
+        "then writes the copy while the next steps run.",
     )
 
 

@@ -28,7 +28,7 @@ def draw_rounds() -> None:
             draw_arrow(axes, (agent, 0.9), (x + 0.5, 1.22))
     draw_box(axes, 0.2, 0.45, 0.85, 0.42, "store")
     axes.annotate("", (1.58, 0.66), (1.07, 0.66), arrowprops={"arrowstyle": "<->", "color": INK})
-    bent = {"arrowstyle": "<->", "color": INK, "connectionstyle": "arc3,rad=0.16"}
+    bent = {"arrowstyle": "<->", "color": INK, "connectionstyle": "arc3,rad=0.11"}
     axes.annotate("", (0.62, 0.44), (4.05, 0.44), arrowprops=bent)
 
     left, unit = 0.75, 1.0
@@ -53,15 +53,15 @@ def draw_rounds() -> None:
     draw_text(axes, left + 2.98, 3.1, "all are\nready", fontsize=9.5)
     draw_arrow(axes, (left, 4.95), (left + 5.35, 4.95))
     draw_text(axes, left + 5.35, 5.12, "time", ha="right")
-    text = "A report a tick from every agent; an order from the host, with a higher number."
+    text = "Agents report at every tick; each order of the host has a higher number."
     draw_text(axes, 3.1, 5.45, text)
     show.save_svg(
         figure,
         HERE / "elastic_rounds.svg",
-        "Two nodes, each with an agent and two ranks; the store is on node 0, the host's, and both "
-        "agents use it. Below, time: in round 0 four ranks run, then rank 3 dies. The host orders "
-        "a stop, all ranks end, and when all agents are ready it orders round 1, in which all four "
-        "start anew and meet at another port.",
+        "Two nodes, each with an agent and two ranks; the store is on node 0, the node of the "
+        "host, and both agents use it. Below, time: in round 0 four ranks run, then rank 3 dies. "
+        "The host orders a stop, all ranks end, and when all agents are ready it orders round 1, "
+        "in which all four ranks start again and connect at another port.",
     )
 
 

@@ -95,10 +95,10 @@ def layer() -> Figure:
 
 
 def capacity() -> Figure:
-    """Six tokens of a sequence, each with a first and a second choice, and three experts with
-    four places each. First choices come first: expert 0 is the first choice of tokens 0, 1, 3, 4
-    and 5, so that token 5 finds no place there, nor does token 2 with its second choice. Expert 1
-    gets tokens 2, 0, 3 and 5, expert 2 tokens 1 and 4. Two of twelve choices are dropped.
+    """Six tokens of a sequence, each with a first and a second choice, and three experts with four
+    places each. First choices come first: expert 0 is the first choice of tokens 0, 1, 3, 4 and 5,
+    so token 5 gets no place there, and neither does token 2 with its second choice. Expert 1 gets
+    tokens 2, 0, 3 and 5, expert 2 tokens 1 and 4. Two of twelve choices are dropped.
     """
     first, second = [0, 0, 1, 0, 0, 0], [1, 2, 0, 1, 2, 1]
     figure, axes = make_canvas(4.7, 2.0)
@@ -130,11 +130,11 @@ def capacity() -> Figure:
 
 def gradients() -> Figure:
     """Four ranks with tokens of their own; ranks 0 and 1 together have all experts, and so have
-    ranks 2 and 3. Before, each rank's gradients of what all have know its own tokens; an expert's
-    gradient knows the tokens of both ranks of its pair, for they came through the all-to-all.
-    After, what all ranks have is averaged over four ranks; experts 0 and 1 are added up over ranks
-    0 and 2, experts 2 and 3 over ranks 1 and 3, and divided by four: every gradient knows the
-    tokens of all four.
+    ranks 2 and 3. After backward, gradients of shared parameters cover their rank's own tokens; an
+    expert's gradient covers the tokens of both ranks of its pair, which came through the
+    all-to-all. After averaging, shared parameters' gradients are averaged over four ranks; those of
+    experts 0 and 1 are summed over ranks 0 and 2, those of experts 2 and 3 over ranks 1 and 3, and
+    divided by four: every gradient covers all four ranks' tokens.
     """
     figure, axes = make_canvas(4.66, 2.5)
     size, gap = 0.32, 0.12
@@ -160,8 +160,8 @@ def gradients() -> Figure:
 
 
 def padded() -> Figure:
-    """Rows for four experts: 5, 2, 1 and 4. With uneven messages 12 rows travel. Padded to the
-    fullest expert, 20 do, 8 of them empty.
+    """Rows for four experts: 5, 2, 1 and 4. With uneven messages, 12 rows are sent. Padded to the
+    fullest expert, 20 are sent, 8 of them empty.
     """
     rows = 5, 2, 1, 4
     figure, axes = make_canvas(4.4, 2.0)

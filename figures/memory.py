@@ -67,10 +67,10 @@ def draw_life() -> None:
     show.save_svg(
         figure,
         HERE / "memory_life.svg",
-        "What is held during a training step. Weights and the optimizer's moments: all the time. "
-        "Activations: they grow through forward and shrink through backward. Gradients: they grow "
+        "Tensors held during a training step. Weights and the optimizer's moments are held all "
+        "the time. Activations grow through forward and shrink through backward. Gradients grow "
         "through backward and stay until zero_grad. Temporary tensors are largest where backward "
-        "begins, at the logits, and there is the peak.",
+        "begins, at the logits: this is the peak.",
     )
 
 
@@ -92,7 +92,7 @@ def draw_recipes() -> None:
     for name, color in parts:
         axes.add_patch(Rectangle((x, 0.1), 0.2, 0.2, fc=color, lw=0))
         axes.text(x + 0.27, 0.2, name, va="center", fontsize=10)
-        x += 0.97
+        x += 1.07
     for i, (words, precision, optimizer) in enumerate(RECIPES):
         y = 0.48 + i * 0.5
         n = 10**9
@@ -170,8 +170,8 @@ def draw_overtake() -> None:
         figure,
         HERE / "memory_overtake.svg",
         "Llama 3 8B: the number of sequences, for each sequence length, at which activations "
-        "become larger than the states. With fused attention it is the product of the two that "
-        "counts; with plain attention long sequences count twice; recomputing every layer moves "
+        "become larger than the states. With fused attention only the product of both numbers "
+        "counts; with plain attention the line falls more steeply; recomputing every layer moves "
         "the line up.",
     )
 
@@ -198,10 +198,10 @@ def draw_recompute() -> None:
     show.save_svg(
         figure,
         HERE / "memory_recompute.svg",
-        "Activations of four layers in time, twice. Keep all: each layer's stay from its forward "
-        "to its backward, and at the end of forward all four are there. Recompute: each layer "
-        "keeps its input alone, runs forward again right before its backward, and only one layer's "
-        "activations are whole at any time.",
+        "Activations of four layers over time, twice. Keep all: each layer's activations stay "
+        "from its forward to its backward; at the end of forward those of all four exist. "
+        "Recompute: each layer keeps only its input, and runs forward again right before its "
+        "backward; only one layer's activations are complete at any time.",
     )
 
 

@@ -26,11 +26,10 @@ SMALL = 9  # points
 
 
 def draw_step() -> Figure:
-    """What a rank of a 2 × 2 × 2 mesh sends in one step with two micro-batches, along a line of
-    time. Along the tensor axis an all-reduce of B S H numbers several times in every layer, in
-    forward and in backward. Along the pipeline axis one message of B S H numbers after the stage's
-    last layer for each micro-batch, and one back. Along the data axis the gradients, once, at the
-    end.
+    """Timeline of what a rank of a 2 × 2 × 2 mesh sends in one step with two micro-batches. Tensor
+    axis: it all-reduces B S H numbers several times in every layer, in forward and in backward.
+    Pipeline axis: for each micro-batch it sends B S H numbers after the stage's last layer, and
+    gets as many back. Data axis: it sends the gradients once, at the end.
     """
     figure, axes = make_canvas(6.5, 2.75)
     left, wide = 1.06, 0.98
@@ -55,9 +54,9 @@ def draw_step() -> Figure:
     draw_title(axes, left, 0.15, "one rank, two layers, two micro-batches", ha="left", fontsize=10)
     draw_arrow(axes, (left, 2.42), (left + 5 * wide + 0.3, 2.42), lw=1.0)
     draw_text(axes, left + 2.6 * wide, 2.58, "time", fontsize=SMALL)
-    draw_text(axes, left + 4.06 * wide, rows["tensor"], "twice a layer: BSH, summed", ha="left",
+    draw_text(axes, left + 4.06 * wide, rows["tensor"], "4 per layer: sum of BSH", ha="left",
           fontsize=SMALL)  # fmt: skip
-    draw_text(axes, left + 4.06 * wide, rows["pipeline"], "once a stage: BSH", ha="left",
+    draw_text(axes, left + 4.06 * wide, rows["pipeline"], "2 per stage: BSH", ha="left",
           fontsize=SMALL)  # fmt: skip
     return figure
 
@@ -67,16 +66,16 @@ def _draw_tick(axes, x: float, y: float, wide: float, color: str) -> None:
 
 
 def draw_norm() -> Figure:
-    """What counts for the gradient norm, on two stages with two tensor ranks each. Parts of
-    matrices are on one rank, and count there. LayerNorms and late biases are whole on both tensor
+    """Ranks that count a gradient in the norm, on two stages with two tensor ranks each. A shard of
+    a matrix is on one rank, and counts there. LayerNorms and late biases are whole on both tensor
     ranks, and count on the first. The tied embedding is on both stages, and counts on the first.
     """
     figure, axes = make_canvas(5.8, 2.62)
     rows = (
-        "embedding, its half",
-        "matrices, its half",
+        "embedding shard",
+        "matrix shards",
         "LayerNorms, late biases",
-        "head, its half",
+        "tied head shard",
     )
     left, wide, tall = 1.82, 0.9, 0.36
     for stage in range(2):
@@ -96,9 +95,9 @@ def draw_norm() -> Figure:
                 look = {"fc": COLORS[rank], "alpha": 1.0} if counts else {"fill": False}
                 edge = {"ec": INK, "lw": 0.8, "ls": "-" if counts else (0, (2, 2))}
                 axes.add_patch(Rectangle((at + 0.03, y), wide - 0.06, tall, **look, **edge))
-                told = "counts" if counts else ("twin" if row == 3 else "again")
+                words = "counts" if counts else "not counted"
                 ink = pick_text_color(COLORS[rank]) if counts else INK
-                draw_text(axes, at + wide / 2, y + tall / 2, told, fontsize=SMALL, color=ink)
+                draw_text(axes, at + wide / 2, y + tall / 2, words, fontsize=SMALL, color=ink)
     return figure
 
 

@@ -44,7 +44,7 @@ def draw_legend() -> None:
         (
             ((1,), False, "numbers of rank 1"),
             ((0, 1, 2, 3), False, "a sum over four ranks"),
-            ((), False, "nothing: it is elsewhere"),
+            ((), False, "empty: on other ranks"),
             ((2,), True, "new in this step"),
         )
     ):
@@ -75,12 +75,12 @@ def draw_legend() -> None:
         HERE / "notation_legend.svg",
         "The legend of the course's pictures. Ranks 0 to 7 have a colour each: blue, orange, "
         "green, pink, light blue, red, yellow, grey. A piece of a tensor has the colour of the "
-        "rank whose numbers it holds; a stripe for each rank where they are summed; a broken "
-        "outline where it is elsewhere; a thick outline where it is new in this step; and it is "
-        "pale where it is the same on every rank. On pictures of memory, weights are light blue, "
-        "gradients red, optimizer states yellow, activations grey. On timelines a forward is a "
-        "plain box in light blue, a backward a red box with cut corners and a yellow foot, and "
-        "where a rank idles its row is pale.",
+        "rank whose numbers it holds; a stripe for each rank where they are summed; a dashed "
+        "outline where other ranks hold it; a thick outline where it is new in this step; and it "
+        "is pale where it is the same on every rank. In pictures of memory, weights are light "
+        "blue, gradients red, optimizer states yellow, activations grey. In timelines a forward "
+        "is a plain box in light blue, a backward a red box with cut corners and a yellow foot, "
+        "and where a rank idles its row is pale.",
     )
 
 

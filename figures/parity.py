@@ -19,15 +19,15 @@ SIZE = 0.32
 
 
 def draw_parts() -> Figure:
-    """Three ways in which parts of two ranks make a whole of four rows. Behind one another: rank 0
-    has rows 0 and 1, rank 1 rows 2 and 3. Dealt: rank 0 has rows 0 and 2, rank 1 rows 1 and 3.
-    Addends: each rank has four rows of its own, and only their sum is the whole.
+    """Three ways in which parts of two ranks make a full tensor of four rows. Consecutive: rank 0
+    has rows 0 and 1, rank 1 rows 2 and 3. Alternating: rank 0 has rows 0 and 2, rank 1 rows 1 and
+    3. Partial sums: each rank has four rows of its own, and only their sum is the full tensor.
     """
     figure, axes = make_canvas(6.4, 2.2)
     ways = (
-        ("behind one another", ("0", "1"), ("2", "3"), ((0,), (0,), (1,), (1,))),
-        ("dealt", ("0", "2"), ("1", "3"), ((0,), (1,), (0,), (1,))),
-        ("addends", ("a", "b", "c", "d"), ("a′", "b′", "c′", "d′"), ((0, 1),) * 4),
+        ("consecutive", ("0", "1"), ("2", "3"), ((0,), (0,), (1,), (1,))),
+        ("alternating", ("0", "2"), ("1", "3"), ((0,), (1,), (0,), (1,))),
+        ("partial sums", ("a", "b", "c", "d"), ("a′", "b′", "c′", "d′"), ((0, 1),) * 4),
     )
     for number, (name, first, second, whole) in enumerate(ways):
         x = 0.15 + number * 2.15
@@ -38,7 +38,7 @@ def draw_parts() -> Figure:
             for i, label in enumerate(rows):
                 draw_cell(axes, left, 0.58 + i * (SIZE + 0.05), SIZE, (rank,), label)
         draw_arrow(axes, (x + 1.0, 1.25), (x + 1.32, 1.25), lw=1.0, mutation_scale=9)
-        draw_text(axes, x + 1.58, 0.42, "whole", fontsize=9)
+        draw_text(axes, x + 1.58, 0.42, "full", fontsize=9)
         for i, holds in enumerate(whole):
             label = str(i) if number < 2 else "+"
             draw_cell(axes, x + 1.42, 0.58 + i * (SIZE + 0.05), SIZE, holds, label)
@@ -47,17 +47,18 @@ def draw_parts() -> Figure:
 
 def draw_step() -> Figure:
     """A step in five phases, from left to right: weights, outputs, gradients of outputs, gradients,
-    updates. Weights, gradients and updates are the ends, framed: they stand where the weight stood,
-    with factor 1, on each rank that holds it. Outputs and their gradients, between them, may stand
-    anywhere, be addends, or in backward carry a factor for each rank: they only say where it began.
+    updates. Weights, gradients and updates are the ends, framed: they must be in the weight's
+    place, with factor 1, on each rank that holds the weight. Outputs may be in any place or be
+    partial sums; their gradients may have a factor for each rank: both only show where a mistake
+    began.
     """
     figure, axes = make_canvas(6.6, 1.95)
     phases = (
         ("weights", "before the\nfirst step", True),
-        ("outputs", "anywhere,\nor addends", False),
+        ("outputs", "any place, or\npartial sums", False),
         ("gradients\nof outputs", "a factor for\neach rank", False),
-        ("gradients", "where the\nweight stood", True),
-        ("updates", "where the\nweight stood", True),
+        ("gradients", "in the\nweight's place", True),
+        ("updates", "in the\nweight's place", True),
     )
     for number, (name, rule, strict) in enumerate(phases):
         x = 0.1 + number * 1.3
@@ -71,8 +72,8 @@ def draw_step() -> Figure:
         if number:
             draw_arrow(axes, (x - 0.17, 0.65), (x - 0.03, 0.65), lw=1.0, mutation_scale=9)
     draw_text(axes, 0.65, 1.72, "places are learned", fontsize=9)
-    draw_text(axes, 2.6, 1.72, "says where it began", fontsize=9)
-    draw_text(axes, 5.2, 1.72, "decides whether it is right", fontsize=9)
+    draw_text(axes, 2.6, 1.72, "show where a mistake began", fontsize=9)
+    draw_text(axes, 5.2, 1.72, "decide whether the step is right", fontsize=9)
     return figure
 
 

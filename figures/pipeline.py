@@ -55,7 +55,7 @@ def draw_cut() -> None:
         if rank:
             draw_arrow(axes, (x - gap + 0.06, 0.52), (x - 0.06, 0.52))
             draw_arrow(axes, (x - 0.06, 0.74), (x - gap + 0.06, 0.74))
-    axes.text(left, 1.1, "holds, of its own layers alone:", va="center", fontsize=SMALL)
+    axes.text(left, 1.1, "holds, of its own layers only:", va="center", fontsize=SMALL)
     right = left + 4 * wide + 3 * gap
     for y, words, ends in (
         (2.42, "forward: activations", (left, right)),
@@ -66,11 +66,11 @@ def draw_cut() -> None:
     show.save_svg(
         figure,
         HERE / "pipeline_cut.svg",
-        "A model of an embedding, eight blocks, a norm and a head, cut into four parts, one for "
-        "each rank: rank 0 has the embedding and blocks 1 and 2, rank 1 blocks 3 and 4, rank 2 "
-        "blocks 5 and 6, rank 3 blocks 7 and 8, the norm and the head. Each rank holds weights, "
-        "gradients and optimizer states of its own part alone. Activations pass from each rank to "
-        "the next, and their gradients come back.",
+        "A model of an embedding, eight blocks, a LayerNorm and a head, split into four stages, "
+        "one for each rank: rank 0 has the embedding and blocks 1 and 2, rank 1 blocks 3 and 4, "
+        "rank 2 blocks 5 and 6, rank 3 blocks 7 and 8, the LayerNorm and the head. Each rank "
+        "holds weights, gradients and optimizer states of its own stage alone. Activations pass "
+        "from each rank to the next, and their gradients come back.",
     )
 
 
@@ -79,7 +79,7 @@ def draw_placement() -> None:
     step = size + gap
     figure, axes = make_canvas(6.75, 1.85)
     panels = (
-        ("one part each", [[0, 1, 2, 3]]),
+        ("one chunk each", [[0, 1, 2, 3]]),
         ("a loop, two chunks", [[0, 1, 2, 3], [4, 5, 6, 7]]),
         ("a V, two chunks", [[0, 1, 2, 3], [7, 6, 5, 4]]),
     )
@@ -111,10 +111,11 @@ def draw_placement() -> None:
     show.save_svg(
         figure,
         HERE / "pipeline_placement.svg",
-        "Which parts of a model four stages hold. One part each: parts 0 to 3 in order. A loop of "
-        "two chunks: stage 0 has parts 0 and 4, stage 1 parts 1 and 5, and so on; after part 3 a "
-        "micro-batch goes back to stage 0. A V of two chunks: stage 0 has parts 0 and 7, stage 3 "
-        "parts 3 and 4; at the turn it stays where it is, and it ends where it began.",
+        "Which chunks of a model four stages hold. One each: chunks 0 to 3 in order. A loop of "
+        "two each: stage 0 has chunks 0 and 4, stage 1 chunks 1 and 5, and so on; after chunk 3 a "
+        "micro-batch goes back to stage 0. A V of two each: stage 0 has chunks 0 and 7, stage 3 "
+        "chunks 3 and 4; at the turn the micro-batch stays on its stage, and it ends on the stage "
+        "where it began.",
     )
 
 
@@ -151,9 +152,8 @@ def draw_messages() -> None:
         figure,
         HERE / "pipeline_messages.svg",
         "A stage that alternates forward and backward, twice. Above, each receive is posted when "
-        "its compute is due: the transfer runs while the stage waits. Below, each receive is "
-        "posted one compute earlier: the transfer runs behind that compute, and the stage never "
-        "waits.",
+        "its pass is due: the transfer runs while the stage waits. Below, each receive is posted "
+        "one pass earlier: the transfer overlaps with that pass, and the stage never waits.",
     )
 
 
@@ -185,7 +185,7 @@ def draw_choose() -> None:
     def get_point(column: float, held: float) -> Point:
         return left + (column + 0.5) * wide, bottom - octave * (math.log2(held) + 4)
 
-    words = "activations on stage 0 (1: a micro-batch in the whole model)"
+    words = "peak activations of stage 0 (1: one micro-batch, all layers)"
     draw_title(axes, 0.05, 2.3, words, ha="left")
     for level in ("1/16", "1/4", "1", "4", "16"):
         (x, y), (end, _) = get_point(-0.5, float(Fraction(level))), get_point(7.5, 1)
@@ -213,10 +213,11 @@ def draw_choose() -> None:
         figure,
         HERE / "pipeline_choose.svg",
         "Above, the bubble for 2 to 32 stages and 1 to 128 micro-batches: from 97 % for 32 stages "
-        "and one micro-batch to below 1 % for 2 stages and 128; it is 20 % or less where there are "
-        "four times as many micro-batches as stages. Below, what the first stage holds at its "
-        "fullest: GPipe's grows with the micro-batches, to 32 micro-batches of the whole model for "
-        "4 stages and 128 micro-batches; 1F1B's stops at one, for 4 stages as for 16.",
+        "and one micro-batch to below 1 % for 2 stages and 128; it is at most 20 % with four "
+        "times as many micro-batches as stages. Below, the first stage's peak activations, in "
+        "units of one micro-batch's activations in all layers: GPipe's grow with the "
+        "micro-batches, to 32 units for 4 stages and 128 micro-batches; 1F1B's stop at one unit, "
+        "for 4 stages as for 16.",
     )
 
 
@@ -262,8 +263,8 @@ def draw_memory() -> None:
         draw_timelines(shown, titles, held, ["holds"] * 2),
         HERE / "pipeline_memory.svg",
         "GPipe above 1F1B, four stages and eight micro-batches: both take the same time and have "
-        "the same bubble. At its fullest each stage of GPipe holds activations of 8 micro-batches, "
-        "those of 1F1B of 4, 3, 2 and 1.",
+        "the same bubble. At its peak each stage of GPipe holds activations of 8 micro-batches; "
+        "the stages of 1F1B hold those of 4, 3, 2 and 1.",
     )
 
 
@@ -292,7 +293,7 @@ def draw_zero_bubble() -> None:
         HERE / "pipeline_zero_bubble.svg",
         "Four schedules on one axis, four stages and eight micro-batches, with forward and both "
         f"halves of the backward equally long. {'; '.join(titles)} micro-batches. Where the "
-        "backward is split, its weights’ part fills what used to be gaps.",
+        "backward is split, the passes for the weights fill time in which 1F1B idles.",
     )
 
 

@@ -22,13 +22,13 @@ CHIPS = "v100", "a100", "h100", "b200", "gb200", "rtx-4090"
 
 
 def draw_walls() -> None:
-    """Draw the operations of a product that pay for one byte, by the byte's place, on each chip."""
+    """Draw the FLOP per byte of a matrix product, by the byte's place, on each chip."""
     show.set_style()
     figure, axes = plt.subplots(figsize=(4.6, 3.2))
     places = {
-        "its memory": (lambda chip: chip.memory_bandwidth, "o"),
-        "its node": (lambda chip: chip.node_bandwidth, "s"),
-        "the network": (lambda chip: chip.network_bandwidth, "D"),
+        "memory": (lambda chip: chip.memory_bandwidth, "o"),
+        "node": (lambda chip: chip.node_bandwidth, "s"),
+        "network": (lambda chip: chip.network_bandwidth, "D"),
     }
     for (name, (rate, shape)), color in zip(places.items(), COLORS, strict=True):
         worth = [MACHINES[chip].flops / rate(MACHINES[chip]) for chip in CHIPS]
@@ -40,15 +40,16 @@ def draw_walls() -> None:
     axes.set_yticks(range(len(CHIPS)), [MACHINES[chip].name for chip in CHIPS])
     axes.set_ylim(len(CHIPS) - 0.5, -1.15)
     axes.set_xlim(40, 300_000)
-    axes.set_xlabel("operations that pay for a byte from …")
+    axes.set_xlabel("FLOP per byte of a matrix product")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     show.save_svg(
         figure,
         HERE / "strategy_walls.svg",
-        "For six GPUs how many operations of a product pay for one byte, from its own memory, from "
-        "the other GPUs of its node, and from the network. V100: 139, 833, 20,000. A100: 153, "
-        "1,040, 12,480. H100: 295, 2,198, 19,780. B200: 281, 2,500, 45,000. GB200: 312, 2,778, "
-        "50,000. RTX 4090: 164, 5,156, 105,600.",
+        "For six GPUs, on a logarithmic axis, the FLOP of a matrix product that take as long as "
+        "moving one byte. V100: 139 from its memory, 833 from its node, 20,000 from the network. "
+        "A100: 153, 1,040, 12,480. H100: 295, 2,198, 19,780. B200: 281, 2,500, 45,000. GB200: "
+        "312, 2,778, 50,000. RTX 4090: 164, 5,156, 105,600. FLOP/s grew faster than every "
+        "bandwidth.",
     )
 
 
@@ -77,13 +78,13 @@ def draw_engines() -> None:
     axes.set_xlim(0.4, 2.5)
     axes.set_xticks([0.5, 0.75, 1, 1.25, 2], ["0.5", "0.75", "1", "1.25", "2"])
     axes.set_xticks([], minor=True)
-    axes.set_xlabel("predicted over measured seconds of a step")
+    axes.set_xlabel("predicted / measured step time")
     said = ", ".join(f"{name} {median(ratios[name]):.2f} ({len(ratios[name])})" for name in names)
     show.save_svg(
         figure,
         HERE / "strategy_engines.svg",
-        "Predicted over measured seconds of published steps, a dot each, by source, on a "
-        f"logarithmic axis; each half by rates of the other. Medians, and how many: {said}.",
+        "Predicted / measured time of published steps, a dot each, by source, on a logarithmic "
+        f"axis; each half is predicted with rates fitted on the other. Medians (steps): {said}.",
     )
 
 

@@ -39,17 +39,17 @@ def draw_order() -> None:
     axes.plot([x, x], [0.28, 2.62], color=INK, lw=1.4, ls=(0, (4, 2)))
     draw_text(axes, x - 0.08, 1.38, "stopped after step 2: place 8", ha="right")
     draw_arrow(axes, (x, 1.25), (x, 1.55))
-    draw_row(1.62, 2, 8, "on two again")
-    draw_row(2.2, 4, 8, "on four")
+    draw_row(1.62, 2, 8, "on two ranks")
+    draw_row(2.2, 4, 8, "on four ranks")
     for rank in range(4):
         draw_cell(axes, left + 1.15 * rank, 2.95, 0.26, (rank,))
         draw_text(axes, left + 1.15 * rank + 0.36, 3.08, f"rank {rank}", ha="left")
     show.save_svg(
         figure,
         HERE / "train_order.svg",
-        "The order of an epoch as a row of 13 windows, dealt to two ranks in turn: four windows "
-        "are a step, and the last one is dropped. A run that stopped after step 2 goes on at place "
-        "8 of the same order, on two ranks, or dealt to four.",
+        "The order of an epoch as a row of 13 windows, distributed over two ranks in turn: four "
+        "windows are a step, and the last window is dropped. A run that stopped after step 2 "
+        "continues at place 8 of the same order, on two ranks or on four.",
     )
 
 

@@ -34,14 +34,14 @@ def draw_scale() -> None:
         draw_arrow(axes, (columns[0] + 1.44, y + tall / 2), (columns[1] - 0.04, y + tall / 2))
         draw_arrow(axes, (columns[1] + 1.44, y + tall / 2), (columns[2] - 0.04, y + tall / 2))
     draw_text(
-        axes, 3.1, 2.2, "without the all-reduce rank 0 steps, rank 1 skips, and their scales part"
+        axes, 3.1, 2.2, "without the all-reduce rank 0 steps, rank 1 skips, and their scales differ"
     )
     show.save_svg(
         figure,
         HERE / "trainers_scale.svg",
-        "Two ranks hold a shard of the gradients each. Rank 1's has an inf, so its flag is 1 and "
-        "rank 0's is 0. After an all-reduce with MAX both flags are 1: both skip the step and "
-        "halve the scale.",
+        "Two ranks, each with a shard of the gradients. Rank 1's has an inf, so its flag is 1 and "
+        "rank 0's is 0. After an all-reduce with MAX both flags are 1: both ranks skip the step "
+        "and halve the scale.",
     )
 
 

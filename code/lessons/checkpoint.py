@@ -204,7 +204,7 @@ show.table(rows, head)
 # So no rank gathers the full tensors: each rank writes its own shards, and an index says which part of which tensor is in which file.
 # To load, each rank finds in the index the files and rows that it needs.
 #
-# ![Four ranks each write their quarter of all tensors into a file of their own, beside an index. Later two ranks read: rank 0 the files of ranks 0 and 1, rank 1 those of ranks 2 and 3, and each holds half of all tensors.](../figures/checkpoint_shards.svg)
+# ![Four ranks each write their quarter of all tensors into a file of their own, beside an index. Later two ranks read: rank 0 the files of ranks 0 and 1, rank 1 those of ranks 2 and 3. Each then holds half of all tensors.](../figures/checkpoint_shards.svg)
 #
 # ## The plain version: shards, an index, overlaps
 #
@@ -534,7 +534,7 @@ show.table(rows, head, caption="Resumed runs, compared with the run without a st
 # When every rank has written its files, the folder gets its final name.
 # A rename is atomic: at every moment the new checkpoint is complete, or does not exist.
 #
-# ![Timeline of a save. The folder of step 500 stays complete while the ranks write step 600 into a folder whose name starts with .saving. One rename makes it complete. Only then the old one goes. A kill before the rename leaves step 500 as the current checkpoint, a kill after it step 600.](../figures/checkpoint_rename.svg)
+# ![Timeline of a save. The folder of step 500 stays complete while the ranks write step 600 into a folder whose name begins with .saving. One rename makes the new folder complete. Only then the old one is deleted. After a kill before the rename, step 500 is the current checkpoint; after a kill later, step 600.](../figures/checkpoint_rename.svg)
 #
 # `fsync` waits until a file is on the disk: without it the rename may reach the disk first, and a power cut then leaves empty files under a final name.
 # An old checkpoint is renamed before it is deleted, so that a half-deleted checkpoint does not look complete.
@@ -688,7 +688,7 @@ try_to_load(FOLDER / "good", nn.Linear(64, 65))
 # While the ranks save *at once* (synchronously), the GPUs wait.
 # To avoid this, copy the state in memory, which is fast, and let a thread write the copy while training continues.
 #
-# ![Two timelines. Saving at once holds training up while everything is written. Saving in the background holds it up while the state is copied in memory; a thread then writes the copy while the next steps run.](../figures/checkpoint_async.svg)
+# ![Two timelines. In a synchronous save training waits until everything is written. In a save in the background training waits only while the state is copied in memory; a thread then writes the copy while the next steps run.](../figures/checkpoint_async.svg)
 #
 # DCP does this in `async_save`.
 # Add two things: a process group for the thread, so that its messages cannot be mixed with those of training, and a rename after the threads of all ranks are done.

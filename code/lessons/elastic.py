@@ -107,7 +107,7 @@ assert codes == [-15, 7, -15]
 # Each node runs one launcher, its *agent*. The agents exchange messages through a *store*: a table of keys and values.
 # One agent serves the store, at an address that all agents get as `--at`.
 #
-# ![Two nodes, each with an agent and two ranks; the store is on node 0, the host's, and both agents use it. Below, time: in round 0 four ranks run, then rank 3 dies. The host orders a stop, all ranks end, and when all agents are ready it orders round 1, in which all four start anew and meet at another port.](../figures/elastic_rounds.svg)
+# ![Two nodes, each with an agent and two ranks; the store is on node 0, the node of the host, and both agents use it. Below, time: in round 0 four ranks run, then rank 3 dies. The host orders a stop, all ranks end, and when all agents are ready it orders round 1, in which all four ranks start again and connect at another port.](../figures/elastic_rounds.svg)
 #
 # The agent that serves the store is the *host*. It alone decides what all agents do, and writes its decision, the *order*, under one key. An order has a number, and is valid until the host writes an order with a higher number.
 # Each start of all ranks is a *restart round*, or *round*, and has a number, too.

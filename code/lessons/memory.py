@@ -182,7 +182,7 @@ print(textwrap.fill(catch_refusal(size, "cuda" if GPU else "cpu"), 90))
 #
 # A training step holds five kinds of tensors, each during a different part of the step.
 #
-# ![Tensors held during a training step. Weights and the optimizer's moments are held all the time. Activations grow through forward and shrink through backward. Gradients grow through backward and stay until zero_grad. Temporary tensors are largest where backward begins, at the peak.](../figures/memory_life.svg)
+# ![Tensors held during a training step. Weights and the optimizer's moments are held all the time. Activations grow through forward and shrink through backward. Gradients grow through backward and stay until zero_grad. Temporary tensors are largest where backward begins, at the logits: this is the peak.](../figures/memory_life.svg)
 #
 # - *Model states*: weights, gradients and the optimizer's tensors, three of the five kinds.
 #   Their size depends on the number of parameters alone.

@@ -247,7 +247,7 @@ show.table(rows, ["right program", "allowed", "halves joined along", "“first d
 # 2. **Unknown sharding.** Halves of a matrix may have to be joined by columns, not by rows; sequences may alternate between the ranks; other programs shard in zig-zag, in flat pieces, or with padding.
 # 3. **Partial sums.** On each rank `ffn.down` returns a *partial sum*, one addend of the output. Joined partial sums are never the whole tensor, and yet nothing is wrong: the next line adds them up. If that line were missing, the parts would look the same.
 #
-# ![Three ways in which parts of two ranks make a whole of four rows. Behind one another: rank 0 has rows 0 and 1, rank 1 rows 2 and 3. Dealt: rank 0 has rows 0 and 2, rank 1 rows 1 and 3. Addends: each rank has four rows of its own, and only their sum is the whole.](../figures/parity_parts.svg)
+# ![Three ways in which parts of two ranks make a full tensor of four rows. Consecutive: rank 0 has rows 0 and 1, rank 1 rows 2 and 3. Alternating: rank 0 has rows 0 and 2, rank 1 rows 1 and 3. Partial sums: each rank has four rows of its own, and only their sum is the full tensor.](../figures/parity_parts.svg)
 #
 # `shardtools.parity` has three rules, one against each false alarm.
 #
@@ -377,7 +377,7 @@ assert not report.is_equal
 #
 # Partial sums between modules are no mistake. A rank may also run backward with half the loss, if the gradients are doubled afterwards. Only the *ends* must be right: the gradients that the optimizer gets, and its updates of the weights.
 #
-# ![A step in five phases, from left to right: weights, outputs, gradients of outputs, gradients, updates. Weights, gradients and updates are the ends, framed: they must be in the weight's place, with factor 1, on each rank that holds the weight. Outputs and their gradients, between the ends, may be in any place, be addends, or in backward carry a factor for each rank: they only show where a mistake began.](../figures/parity_step.svg)
+# ![A step in five phases, from left to right: weights, outputs, gradients of outputs, gradients, updates. Weights, gradients and updates are the ends, framed: they must be in the weight's place, with factor 1, on each rank that holds the weight. Outputs may be in any place or be partial sums; their gradients may have a factor for each rank: both only show where a mistake began.](../figures/parity_step.svg)
 #
 # At the ends a tensor has to be in its weight's place, with a factor of exactly 1, on each rank that holds the weight. Outputs and their gradients may be in any place or be partial sums, and in backward each rank may have a factor of its own; comparing them only shows where a mistake began.
 # So an output that fits no place raises no alarm if every gradient of the step is right; the report counts such tensors.

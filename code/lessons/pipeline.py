@@ -88,7 +88,7 @@ def make_pipeline(name, microbatches, model=None, chunks=None, **options):
 #
 # Each of $p$ ranks holds a *stage*: consecutive layers with their gradients and optimizer states.
 #
-# ![A model of an embedding, eight blocks, a LayerNorm and a head, cut into four stages, one for each rank: rank 0 has the embedding and blocks 1 and 2, rank 1 blocks 3 and 4, rank 2 blocks 5 and 6, rank 3 blocks 7 and 8, the LayerNorm and the head. Each rank holds weights, gradients and optimizer states of its own stage alone. Activations pass from each rank to the next, and their gradients come back.](../figures/pipeline_cut.svg)
+# ![A model of an embedding, eight blocks, a LayerNorm and a head, split into four stages, one for each rank: rank 0 has the embedding and blocks 1 and 2, rank 1 blocks 3 and 4, rank 2 blocks 5 and 6, rank 3 blocks 7 and 8, the LayerNorm and the head. Each rank holds weights, gradients and optimizer states of its own stage alone. Activations pass from each rank to the next, and their gradients come back.](../figures/pipeline_cut.svg)
 #
 # A stage can do two things. *Forward*: take activations from the stage before, compute, and send the result on. *Backward*: take a gradient from the stage after, compute, and send the gradient of the input back.
 # This class implements both. The received activations `x` are a leaf of autograd's graph: after backward, `x.grad` holds their gradient, which is sent to the previous stage.
@@ -432,7 +432,7 @@ show.table(
 # %% [markdown]
 # GPipe and 1F1B idle equally long, since both fill and drain the pipeline once. 1F1B saves memory, which allows a larger $m$, and the larger $m$ makes the bubble smaller.
 #
-# ![GPipe above 1F1B, four stages and eight micro-batches: both take the same time and have the same bubble. At its fullest each stage of GPipe holds activations of 8 micro-batches, those of 1F1B of 4, 3, 2 and 1.](../figures/pipeline_memory.svg)
+# ![GPipe above 1F1B, four stages and eight micro-batches: both take the same time and have the same bubble. At its peak each stage of GPipe holds activations of 8 micro-batches; the stages of 1F1B hold those of 4, 3, 2 and 1.](../figures/pipeline_memory.svg)
 #
 # ## A schedule as a list
 #
@@ -467,7 +467,7 @@ print(pipeline.make_schedule("1f1b", 4, 6))
 # The backward of $y = xW$ is two products: $\partial x = \partial y\, W^\top$ and $\partial W = x^\top \partial y$. The previous stage waits for $\partial x$, but only the optimizer needs $\partial W$.
 # So a backward `B` is split into `I`, the input's gradient, which runs as early as possible, and `W`, the weights' gradients, which run when the stage would idle {cite}`qi2024zerobubble`.
 #
-# ![Four schedules on one axis, four stages and eight micro-batches, with forward and both halves of the backward equally long. 1F1B: bubble 27 %, holds up to 4; ZB-H1: bubble 11 %, holds up to 4; ZB-H2: bubble 0 %, holds up to 7; ZB-V: bubble 0 %, holds up to 4 micro-batches. Where the backward is split, its weights’ part fills what used to be gaps.](../figures/pipeline_zero_bubble.svg)
+# ![Four schedules on one axis, four stages and eight micro-batches, with forward and both halves of the backward equally long. 1F1B: bubble 27 %, holds up to 4; ZB-H1: bubble 11 %, holds up to 4; ZB-H2: bubble 0 %, holds up to 7; ZB-V: bubble 0 %, holds up to 4 micro-batches. Where the backward is split, the passes for the weights fill time in which 1F1B idles.](../figures/pipeline_zero_bubble.svg)
 #
 # If the three passes take $F$, $I$ and $W$ seconds:
 #
@@ -640,7 +640,7 @@ print(*pipeline.make_schedule("1f1b", 4, 4).actions[1])
 # `RF1` posts the receive of the input of `F1`, and `SF0` sends the output of `F0`; `RB` and `SB` are the same for gradients. These four do not block: the pass that needs a message waits for it.
 # A receive is posted *one pass before* the pass that needs it, so its message overlaps with that pass:
 #
-# ![A stage that alternates forward and backward, twice. Above, each receive is posted when its compute is due: the transfer runs while the stage waits. Below, each receive is posted one compute earlier: the transfer overlaps with that compute, and the stage never waits.](../figures/pipeline_messages.svg)
+# ![A stage that alternates forward and backward, twice. Above, each receive is posted when its pass is due: the transfer runs while the stage waits. Below, each receive is posted one pass earlier: the transfer overlaps with that pass, and the stage never waits.](../figures/pipeline_messages.svg)
 #
 # nccl ignores tags, so it matches messages to receives by order alone. Receives between two stages must therefore have the order of the sends.
 
@@ -1118,7 +1118,7 @@ show.table(rows, head)
 #
 # ### How to choose m and p
 #
-# ![Above, the bubble for 2 to 32 stages and 1 to 128 micro-batches: from 97 % for 32 stages and one micro-batch to below 1 % for 2 stages and 128; it is 20 % or less where there are four times as many micro-batches as stages. Below, what the first stage holds at its fullest: GPipe's grows with the micro-batches, to 32 micro-batches of the whole model for 4 stages and 128 micro-batches; 1F1B's stops at one, for 4 stages as for 16.](../figures/pipeline_choose.svg)
+# ![Above, the bubble for 2 to 32 stages and 1 to 128 micro-batches: from 97 % for 32 stages and one micro-batch to below 1 % for 2 stages and 128; it is at most 20 % with four times as many micro-batches as stages. Below, the first stage's peak activations, in units of one micro-batch's activations in all layers: GPipe's grow with the micro-batches, to 32 units for 4 stages and 128 micro-batches; 1F1B's stop at one unit, for 4 stages as for 16.](../figures/pipeline_choose.svg)
 #
 # `````{admonition} Checked: "with four times as many micro-batches as stages the bubble is negligible"
 # :class: checked

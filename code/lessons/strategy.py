@@ -129,7 +129,7 @@ show.figure(plots.plot_layouts(points), alt, "strategy-layouts")
 # The data sheet gives the rates of memory and links.
 # Divide operations per second by bytes per second: this many operations take as long as moving one byte.
 #
-# ![For six GPUs, on a logarithmic axis, how many operations take as long as moving one byte. V100: 139 from its own memory, 833 from its node, 20,000 from the network. A100 80 GB: 153, 1,040, 12,480. H100: 295, 2,198, 19,780. B200: 281, 2,500, 45,000. GB200: 312, 2,778, 50,000. RTX 4090: 164, 5,156, 105,600. Products grew faster than every link.](../figures/strategy_walls.svg)
+# ![For six GPUs, on a logarithmic axis, the FLOP of a matrix product that take as long as moving one byte. V100: 139 from its memory, 833 from its node, 20,000 from the network. A100: 153, 1,040, 12,480. H100: 295, 2,198, 19,780. B200: 281, 2,500, 45,000. GB200: 312, 2,778, 50,000. RTX 4090: 164, 5,156, 105,600. FLOP/s grew faster than every bandwidth.](../figures/strategy_walls.svg)
 
 # %%
 def layer_limits(machine, config, tokens, t):
@@ -432,7 +432,7 @@ show.table(rows, ["", "of what", "off in the median", "at most"])
 # `strategy fit` takes a table of such rows with `--profile engines`, and names the rows that it leaves out.
 # In the picture, each half of 279 rows is predicted with constants that were fitted on the other half.
 #
-# ![Predicted over measured seconds of published steps, a dot each, by source, on a logarithmic axis; each half by rates of the other. Medians (steps): Megatron-Bridge 1.00 (178), llm-foundry 1.00 (52), torchtitan 0.96 (16), Megatron-MoE-ModelZoo 1.05 (11), NeMo 24.07 0.95 (11), Automodel 1.14 (8), Megatron-LM examples 1.07 (3).](../figures/strategy_engines.svg)
+# ![Predicted / measured time of published steps, a dot each, by source, on a logarithmic axis; each half is predicted with rates fitted on the other. Medians (steps): Megatron-Bridge 1.00 (178), llm-foundry 1.00 (52), torchtitan 0.96 (16), Megatron-MoE-ModelZoo 1.05 (11), NeMo 24.07 0.95 (11), Automodel 1.14 (8), Megatron-LM examples 1.07 (3).](../figures/strategy_engines.svg)
 #
 # For one configuration of Qwen3-30B on eight GB200s, NVIDIA publishes 23,766 tokens per second and GPU with container 25.11, and 39,936 with 26.08. No column explains the difference, so no constant can.
 #

@@ -253,7 +253,7 @@ show_diff(ddp.main, sampler.main)
 # - `drop_last=True`. By default the sampler repeats the first windows, so that all ranks get equally many. On two ranks 143 windows become 144, and the epoch gets a ninth step, where one process has eight: all later steps read different windows.
 # - `batch // world`: a loader's batch is its rank's share. If it stays 16, four ranks train with batches of 64, at a learning rate that was chosen for 16. On three ranks `16 // 3` would make a global batch of 15, so `batch` has to be a multiple of the number of ranks.
 #
-# ![The order of an epoch, a row of windows in the colours of the two ranks that get them alternately. Two neighbouring windows of each rank make a batch. The resumed run begins after the second batch; four ranks share the rest of the order.](../figures/train_order.svg)
+# ![The order of an epoch as a row of 13 windows, distributed over two ranks in turn: four windows are a step, and the last window is dropped. A run that stopped after step 2 continues at place 8 of the same order, on two ranks or on four.](../figures/train_order.svg)
 
 # %% tags=["hide-input"]
 # Compares ranks with a sampler with one process

@@ -293,7 +293,7 @@ show.source(LossScaler)
 
 
 # %% [markdown]
-# ![Two ranks, each with a shard of the gradients. Rank 1's has an inf. Each makes a flag of its shard, and an all-reduce with MAX gives both the flag 1: both skip the step and halve the scale.](../figures/trainers_scale.svg)
+# ![Two ranks, each with a shard of the gradients. Rank 1's has an inf, so its flag is 1 and rank 0's is 0. After an all-reduce with MAX both flags are 1: both ranks skip the step and halve the scale.](../figures/trainers_scale.svg)
 #
 # DDP does not need this `all_reduce`. Every rank has the sum of all gradients, so an inf on one rank is an inf on all, and all skip the same step.
 # With ZeRO and FSDP2 a rank has only its own shard of the sum, and the `inf` may be in another rank's shard.

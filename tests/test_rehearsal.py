@@ -1,7 +1,7 @@
 """Every topic's main functions on pretended GPUs: on one that is shared, on two, and on four.
 
-Each day every drive runs on one number of GPUs, or on all numbers that matter for it; with --weekly,
-once a week, on all. One process runs all drives, and one tries the seeded faults; here, each drive
+Each day every drive runs on one number of GPUs, or on all numbers that matter for it; with
+--weekly on all. One process runs all drives, and one tries the seeded faults; here, each drive
 and each fault is a test.
 """
 

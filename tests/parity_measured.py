@@ -169,7 +169,7 @@ def measure_mistakes(reports: dict[str, Any], names: list[str]) -> dict[str, dic
             "loss_step": loss,
             "types": check_types(PROGRAMS[name]),
             "parity_step": first.key.step + 1,
-            "report": re.sub(r" \(off by .*", "", str(first).splitlines()[0]),
+            "report": re.sub(r" \(relative error .*", "", str(first).splitlines()[0]),
         }
     return found
 

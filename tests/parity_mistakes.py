@@ -186,7 +186,7 @@ LESSON_PROGRAMS: dict[str, WrongProgram] = {
         other_row=make_row("columns", GPT2, Layout(tp=2), options={"as_rows": True}),
     ),
     "gemm: addends rounded to bfloat16": WrongProgram(
-        TENSOR, "forward embedding", "has the digits of bfloat16",
+        TENSOR, "forward embedding", "has only bfloat16 precision",
         other_row=make_edges_row(tp.copy_to, reduce_in_bfloat16),
     ),
     "data: the hook averages the parameter": WrongProgram(
@@ -194,9 +194,9 @@ LESSON_PROGRAMS: dict[str, WrongProgram] = {
         patches=patch_averaging(average_parameters),
     ),
     "data: gradients pile up": WrongProgram(
-        make_data_row(steps=2), "1 gradient ", "step before", mistake=skip_zero_grad
+        make_data_row(steps=2), "1 gradient ", "previous step", mistake=skip_zero_grad
     ),
-    "DDP: gone round the wrapper": WrongProgram(
+    "DDP: the wrapper is bypassed": WrongProgram(
         make_row("DDP", GPT2, TWO_COPIES), "gradient ", "not averaged over ranks",
         mistake=bypass_wrapper,
     ),
@@ -212,7 +212,7 @@ LESSON_PROGRAMS: dict[str, WrongProgram] = {
         CHECKPOINTED, "1 update ", "as in Adam's first", mistake=forget_state
     ),
     "checkpoint: the optimizer's state is asked for": WrongProgram(
-        DATA, "update ", r"nearest to 0\.7", mistake=request_state
+        DATA, "update ", r"best fit: 0\.7", mistake=request_state
     ),
     "checkpoint: half of the weights are older": WrongProgram(
         DATA, "weights ", "other weights were loaded",
@@ -226,13 +226,13 @@ LESSON_PROGRAMS: dict[str, WrongProgram] = {
         UNTIED_PIPE, "gradient ", "0.25 times", mistake=lambda side: scale_micro_batches(side, 0.25)
     ),
     "tensor: shards drawn from one seed": WrongProgram(
-        TENSOR, "weights ", "another seed", mistake=lambda side: initialize_shards(side, False)
+        TENSOR, "weights ", "a different seed", mistake=lambda side: initialize_shards(side, False)
     ),
     "tensor: rank 0's shards on all ranks": WrongProgram(
         TENSOR, "weights ", "no rank", mistake=copy_first_shards
     ),
     "tensor: shards drawn from seeds of their own": WrongProgram(
-        TENSOR, "weights ", "another seed", mistake=lambda side: initialize_shards(side, True)
+        TENSOR, "weights ", "a different seed", mistake=lambda side: initialize_shards(side, True)
     ),
     "tensor: a batch for each rank": WrongProgram(
         TENSOR, "forward embedding", "rows are wrong|unknown reason", mistake=give_own_batches
@@ -245,14 +245,14 @@ LESSON_PROGRAMS: dict[str, WrongProgram] = {
         TENSOR, "backward head", "the loss is wrong",
         patches=((tp, "vocab_parallel_loss", compute_scaled_loss),),
     ),
-    "mesh: a norm that counts numbers twice": WrongProgram(
-        MESH, "gradient ", "clipped at another norm", mistake=count_all_squares
+    "mesh: norm counts replicated gradients twice": WrongProgram(
+        MESH, "gradient ", "a different clipping norm", mistake=count_all_squares
     ),
     "context: each rank a short text": WrongProgram(
         CONTIGUOUS, r"forward (position|blocks\.0)", "rows are wrong|unknown reason",
         patches=((cp, "distribute_model", lambda model, *_: model),),
     ),
-    "experts: averaged over their copies alone": WrongProgram(
+    "experts: averaged over expert replicas only": WrongProgram(
         COPIES, r"gradient blocks\.\d\.ffn\.experts", "2 times the right value",
         patches=patch_average("copies"),
     ),
@@ -260,11 +260,11 @@ LESSON_PROGRAMS: dict[str, WrongProgram] = {
         COPIES, r"gradient blocks\.\d\.ffn\.experts", "unknown reason",
         patches=patch_average("world"),
     ),
-    "experts: averaged over nobody": WrongProgram(
+    "experts: never averaged": WrongProgram(
         COPIES, r"gradient blocks\.\d\.ffn\.experts", "each rank has its own",
         patches=patch_average("nobody"),
     ),
-    "DeepSpeed: clipped unasked": WrongProgram(
+    "DeepSpeed: clips by default": WrongProgram(
         make_row("DeepSpeed", LLAMA, Layout(dp=2, zero=2), steps=2), "update ",
         "times the right value", mistake=clip_by_default,
     ),
@@ -315,7 +315,7 @@ LESSON_MISTAKES: dict[
         "Forgetting `zero_grad`, forgetting `no_sync`": "data: gradients pile up",
         "no no_sync": BYTES,
         "Choosing the GPU by `RANK`": RAISES,
-        "Calling `model.module`": "DDP: gone round the wrapper",
+        "Calling `model.module`": "DDP: the wrapper is bypassed",
         "A rank that skips an all-reduce": HANGS,
         "A rank skips a bucket": HANGS,
         "The ranks built different models": RAISES,
@@ -358,7 +358,7 @@ LESSON_MISTAKES: dict[
         "Two stages, two schedules": HANGS,
         "Two messages swapped": "pipeline: two messages swapped",
         "A stage that raises": RAISES,
-        "Gradients m times too large, or too small": "pipeline: micro-batches count whole",
+        "Gradients m times too large, or too small": "pipeline: loss not divided by m",
         "you divide twice": "pipeline: micro-batches divided twice",
     },
     "tensor_parallel": {
@@ -391,28 +391,28 @@ LESSON_MISTAKES: dict[
         "Sequences and heads that ranks cannot share": RAISES,
     },
     "experts": {
-        "The wrong average": "experts: averaged over their copies alone",
+        "The wrong average": "experts: averaged over expert replicas only",
         "over all four": "experts: averaged over all ranks",
-        "over nobody": "experts: averaged over nobody",
+        "over nobody": "experts: never averaged",
         "A rank without tokens skips the exchange": HANGS,
         "Symptoms and causes": "signs of those above",
         "one rank computes, the others wait": SECONDS,
         "memory runs out on one rank": BYTES,
-        "a jump in the norm": "experts: averaged over their copies alone",
+        "a jump in the norm": "experts: averaged over expert replicas only",
         "norms of experts' gradients are equal": "experts: averaged over all ranks",
         "the router does not learn": "the plain model makes it as well",
         "validation loss depends": "experts: tokens dropped by a capacity",
     },
     "mesh": {
         "A layout that no mesh can train is refused": RAISES,
-        "all squares of all ranks": "mesh: a norm that counts numbers twice",
-        "twins are not summed": "pipeline: a tied matrix's gradient of one end",
+        "all squares of all ranks": "mesh: norm counts replicated gradients twice",
+        "twins are not summed": "pipeline: tied weight, gradient of one stage only",
         "norms are not summed": "sequence: gradients of norms not summed",
         "copies weigh the same": "data: a mean of means over other counts",
         "A seed for each rank": MASKS,
     },
     "deepspeed_engine": {
-        "A misspelt name": "DeepSpeed: clipped unasked",
+        "A misspelt name": "DeepSpeed: clips by default",
         '`"auto"` from Hugging Face': RAISES,
         "Reading a parameter at stage 3": "what is read is not trained by",
         "`loss.backward()` in place of": "it is right, or refused",

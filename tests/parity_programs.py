@@ -512,7 +512,7 @@ IGNORING = IgnoringRow(**{f: getattr(DATA, f) for f in DATA.__dataclass_fields__
 
 WRONG: dict[str, WrongProgram] = {
     "tensor: sum of the input's gradient forgotten": WrongProgram(
-        TENSOR, r"backward blocks\.1\.", "began with .*partial sums",
+        TENSOR, r"backward blocks\.1\.", "first error: partial sums",
         other_row=make_edges_row(pass_through, tp.reduce_from),
     ),
     "tensor: sum of the outputs forgotten": WrongProgram(
@@ -520,15 +520,15 @@ WRONG: dict[str, WrongProgram] = {
         other_row=make_edges_row(tp.copy_to, pass_through),
     ),
     "tensor: bias added by each rank": WrongProgram(
-        TENSOR, r"forward blocks\.0\.attention\.out", r"attention\.out\.bias is in it 2 times",
+        TENSOR, r"forward blocks\.0\.attention\.out", r"attention\.out\.bias is added 2 times",
         patches=((tp_core.RowLinear, "forward", add_bias_early),),
     ),
     "tensor: mean in place of a sum": WrongProgram(
-        TENSOR, "forward embedding", "0.5 times .* divided by 2 ranks once too often",
+        TENSOR, "forward embedding", r"0.5 times .* number of ranks \(2\) one time too many",
         other_row=make_edges_row(tp.copy_to, reduce_mean),
     ),
     "tensor: tokens of other ranks not masked": WrongProgram(
-        TENSOR, "forward embedding", "unknown reason, the same on all|rows are wrong",
+        TENSOR, "forward embedding", "unknown reason; the value is the same on all|rows are wrong",
         patches=((tp_core, "to_local_rows", select_without_mask),),
     ),
     "sequence: gradients of norms not summed": WrongProgram(
@@ -554,7 +554,7 @@ WRONG: dict[str, WrongProgram] = {
         patches=patch_averaging(average_in_pairs),
     ),
     "data: divided twice": WrongProgram(
-        DATA, "gradient ", "0.5 times .* divided by 2 ranks once too often", mistake=halve_loss
+        DATA, "gradient ", r"0.5 times .* ranks \(2\) one time too many", mistake=halve_loss
     ),
     "data: a mean of means over other counts": WrongProgram(
         IGNORING, "gradient ", "began with wrong factors: .* count", control=average_over_targets,
@@ -570,14 +570,14 @@ WRONG: dict[str, WrongProgram] = {
         DATA, "forward embedding", "no rank .*ranks 0, 1 hold the same", mistake=use_share_of_rank_0
     ),
     "data: another seed on each rank": WrongProgram(
-        DATA, "weights ", "another seed", patches=((Row, "build_model", build_with_own_seed),)
+        DATA, "weights ", "a different seed", patches=((Row, "build_model", build_with_own_seed),)
     ),
     "data: micro-batches' losses not divided": WrongProgram(
         make_data_row(layout=replace(TWO_COPIES, microbatches=2)), "gradient ",
-        "2 times .* the loss was already 2 times", mistake=skip_division,
+        "2 times .* the loss was already scaled by 2", mistake=skip_division,
     ),
     "data: clipped before averaging": WrongProgram(
-        make_data_row(**CLIP), "gradient ", "each was clipped", mistake=skip_clipping,
+        make_data_row(**CLIP), "gradient ", "each gradient was clipped", mistake=skip_clipping,
         patches=patch_averaging(clip_then_average),
     ),
     "data: one rank skips a step": WrongProgram(
@@ -615,7 +615,7 @@ WRONG: dict[str, WrongProgram] = {
         mistake=clip_locally,
     ),
     "zero: clipped at another norm": WrongProgram(
-        replace(ZERO, **CLIP), "gradient ", "by the same factor .clipped at another norm",
+        replace(ZERO, **CLIP), "gradient ", "by the same factor .a different clipping norm",
         mistake=double_clip_limit,
     ),
     "zero: weight decay twice": WrongProgram(
@@ -626,23 +626,23 @@ WRONG: dict[str, WrongProgram] = {
         ZERO, "update ", "2 times the right value: wrong step size", mistake=scale_options(lr=2)
     ),
     "zero: stale weights are gathered": WrongProgram(
-        make_data_row(steps=2), "1 forward embedding", "uses other weights",
+        make_data_row(steps=2), "1 forward embedding", "does not use the weights",
         mistake=keep_stale_parameters,
     ),
-    "pipeline: a tied matrix's gradient of one end": WrongProgram(
+    "pipeline: tied weight, gradient of one stage only": WrongProgram(
         PIPE, r"gradient embedding\.weight", "not added up", mistake=untie_ends
     ),
-    "pipeline: micro-batches count whole": WrongProgram(
+    "pipeline: loss not divided by m": WrongProgram(
         UNTIED_PIPE, "gradient ",
-        "4 times .* 4 micro-batches that was not averaged|already 4 times",
+        "4 times .* 4 micro-batches that was not averaged|already scaled by 4",
         mistake=scale_micro_batches,
     ),
     "experts: gradients divided twice": WrongProgram(
-        EXPERTS, r"gradient blocks\.\d\.ffn\.experts", "0.5 times .*divided by 2 ranks",
+        EXPERTS, r"gradient blocks\.\d\.ffn\.experts", r"0.5 times .*the number of ranks \(2\)",
         patches=((experts, "average_gradients", divide_twice),),
     ),
     "experts: tokens dropped by a capacity": WrongProgram(
-        EXPERTS, r"forward blocks\.\d\.ffn\.", "rows are on no rank",
+        EXPERTS, r"forward blocks\.\d\.ffn\.", "rows are held by no rank",
         other_row=replace(EXPERTS, config=replace(SPARSE, capacity=0.75)),
     ),
 }  # fmt: skip

@@ -41,14 +41,14 @@ ELSEWHERE = {  # thread -> the program that shows its mistake
     "DeepSpeed 5555": "data: divided twice",
     "DeepSpeed 8224": "Automodel 3530",
     "DeepSpeed 8437": LESSON_FILE,
-    "DeepSpeed 8475": "mesh: a norm that counts numbers twice",
+    "DeepSpeed 8475": "mesh: norm counts replicated gradients twice",
     "KempnerForge 115": "checkpoint: the optimizer's state is forgotten",
     "LlamaFactory 10787": "context: each rank a short text",
     "Megatron-LM 737": "data: padding in the softmax",
     "Megatron-LM 1256": LESSON_FILE,
     "Megatron-LM 1446": "sequence: gradients of norms not summed",
     "Megatron-LM 1622": "experts: averaged over all ranks",
-    "Megatron-LM 5916": "mesh: a norm that counts numbers twice",
+    "Megatron-LM 5916": "mesh: norm counts replicated gradients twice",
     "Megatron-LM 5956": LESSON_FILE,
     "Megatron-LM 7452, finding 3": "data: a mean of means over other counts",
     "Megatron-LM 7452, finding 7": "context: targets are not in zig-zag",
@@ -56,14 +56,14 @@ ELSEWHERE = {  # thread -> the program that shows its mistake
     "Megatron-LM 7513": "data: divided twice",
     "TransformerEngine 1557": "tensor: sum of the input's gradient forgotten",
     "TransformerEngine 3551": "context: the mask is forgotten on the ring",
-    "VeOmni 184": "mesh: a norm that counts numbers twice",
+    "VeOmni 184": "mesh: norm counts replicated gradients twice",
     "gpt-neox 1257": "data: divided twice",
     "miles 3231": "data: micro-batches' losses not divided",
     "mistral 194": "data: the same share on every rank",
     "ms-swift 7944": "tensor: rank 0's shards on all ranks",
     "open-instruct 1498": LESSON_FILE,
     "picotron 5": "data: never averaged",
-    "pytorch 144352": "pipeline: micro-batches count whole",
+    "pytorch 144352": "pipeline: loss not divided by m",
     "pytorch 149768": "tensor: bias added by each rank",
     "pytorch 160285": LESSON_FILE,
     "pytorch 162692": "data: a mean of means over other counts",
@@ -246,7 +246,7 @@ class SharedBias(tp.RowLinear):
         return self.leave_region(F.linear(x, self.weight, b), self.group)
 
 
-@register_bug("torchtitan 4332", 4, train_plain, r"gradient down\.bias", "0.25 .*4 ranks once",
+@register_bug("torchtitan 4332", 4, train_plain, r"gradient down\.bias", r"0.25 .*ranks \(4\) one",
         "bias / tp is differentiable: 1/tp of the bias's gradient")  # fmt: skip
 def divide_bias(watch: Any, wrong: bool) -> None:
     net = cut_block(Net(), SharedBias)
@@ -318,7 +318,7 @@ def train_accumulated(watch: Any) -> None:
     train(watch, Net(), backward)
 
 
-@register_bug("torchtitan 1733", 2, train_accumulated, "gradient ", "where all should count alike",
+@register_bug("torchtitan 1733", 2, train_accumulated, "gradient ", "all weights should be equal",
         "each step of the schedule divides all of .grad again")  # fmt: skip
 def divide_again(watch: Any, wrong: bool) -> None:
     stage = take_stage(Net())
@@ -343,7 +343,7 @@ def train_lengths(watch: Any) -> None:
     train(watch, Net(), backward)
 
 
-@register_bug("Automodel 3530", 2, train_lengths, "gradient ", "where all should count alike",
+@register_bug("Automodel 3530", 2, train_lengths, "gradient ", "all weights should be equal",
         "a new sequence length begins new stages, and wipes what was accumulated")  # fmt: skip
 def wipe_gradients(watch: Any, wrong: bool) -> None:
     stage = take_stage(Net())
@@ -371,7 +371,7 @@ def train_tied(watch: Any) -> None:
     train(watch, build_tied_net())
 
 
-@register_bug("Megatron-LM 4641", 2, train_tied, r"update embedding\.weight", "another optimizer",
+@register_bug("Megatron-LM 4641", 2, train_tied, r"update embedding\.weight", "Muon; .* uses AdamW",
         "Muon updates the copy on the last stage, Adam the one on the first")  # fmt: skip
 def use_other_optimizer(watch: Any, wrong: bool) -> None:
     net, rank = build_tied_net(), dist.get_rank()
@@ -424,7 +424,7 @@ class WronglyPaired(ParallelSparse):
 
 
 @register_bug("transformers 45473", 2, train_sparse, "forward (head)?$",
-        "right until the output of experts", "scores are paired with other experts")  # fmt: skip
+        "last right tensor: output of experts", "scores are paired with other experts")  # fmt: skip
 def pair_wrongly(watch: Any, wrong: bool) -> None:
     train(watch, WronglyPaired() if wrong else ParallelSparse())
 
@@ -474,7 +474,7 @@ def train_micro_batches(watch: Any) -> None:
     train(watch, Net(), backward)
 
 
-@register_bug("build-nanogpt 30", 2, train_micro_batches, "gradient ", "should count alike",
+@register_bug("build-nanogpt 30", 2, train_micro_batches, "gradient ", "weights should be equal",
         "the flag that DDP reads in forward is set after it")  # fmt: skip
 def set_flag_late(watch: Any, wrong: bool) -> None:
     def backward(net: Any, step: int) -> None:
@@ -522,7 +522,7 @@ def train_second_epoch(watch: Any) -> None:
     train(watch, Net(), backward)
 
 
-@register_bug("accelerate 4071", 2, train_second_epoch, "backward (head)?$", "is it the same batch",
+@register_bug("accelerate 4071", 2, train_second_epoch, "backward (head)?$", "use the same batch",
         "a loader that is resumed within an epoch shuffles as in the first one")  # fmt: skip
 def shuffle_again(watch: Any, wrong: bool) -> None:
     def backward(net: Net, step: int) -> None:
@@ -568,7 +568,7 @@ def train_gained(watch: Any) -> None:
     train(watch, GainModel(), lambda model, step: model(make_exact_numbers()).sum().backward())
 
 
-@register_bug("pytorch 190626", 2, train_gained, r"gradient gain\.weight", "the digits of bfloat16",
+@register_bug("pytorch 190626", 2, train_gained, r"gradient gain\.weight", "only bfloat16",
         "reduce_dtype=float32 is not that of the sum over tensor-parallel ranks")  # fmt: skip
 def sum_in_narrow_dtype(watch: Any, wrong: bool) -> None:
     """With accumulation, FSDP2 keeps gradients and the sum over ranks in reduce_dtype."""

@@ -146,7 +146,7 @@ REFUSED = {  # a plain and a parallel program, and the words of the error
         make_program(), make_program(model=wrap_layers), r"parallel: .*0\.0\.bias, .*rename"
     ),
     "other weights each time": (
-        make_program(model=randomize_weights), make_program(), "plain: .*weights .0.weight"
+        make_program(model=randomize_weights), make_program(), "plain: .*initial weights .*0.weight"
     ),
     "other batches each time": (make_program(batch=draw_random), make_program(), "plain.*outputs"),
 }  # fmt: skip

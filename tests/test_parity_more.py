@@ -262,7 +262,7 @@ RIGHT: dict[str, tuple[Program, Program]] = {
 } | {name: (kind, replace(kind, wrap=wrap_ddp, micro=2)) for name, kind in ALIKE.items()}
 REPORT_TEXTS = {  # reports on right programs
     "compiled before": "44 outputs were not compared, first the output of blocks.0",
-    "two of 12 layers": "compared at 2 of 12 layers, the same widths",
+    "two of 12 layers": "compared with a shortened model: 2 of 12 layers, same widths",
 }
 WRONG: dict[str, tuple[Program, Program, str, str]] = {  # and where it shows, in which words
     "the last batch is padded": (
@@ -270,10 +270,10 @@ WRONG: dict[str, tuple[Program, Program, str, str]] = {  # and where it shows, i
     ),
     "the same share on each rank": (
         PLAIN, EpochProgram(share=lambda ids, rank, n: ids[::n]), "0 samples ",
-        r"are on no rank .ranks 0, 1 have the same",
+        r"are held by no rank .ranks 0, 1 have the same",
     ),
     "no epoch told to the order": (
-        PLAIN, EpochProgram(order=lambda epoch: 0), "3 samples ", "they belong to step 1",
+        PLAIN, EpochProgram(order=lambda epoch: 0), "3 samples ", "samples belong to step 1",
     ),
     "one row of 2^16 is lost": (LONG, replace(LONG, lost=1), "0 backward 1", "1 of"),
     "bfloat16, 5 % more": (FEW_BITS, replace(FEW_BITS, times=1.05), "0 gradient ", ""),

@@ -189,23 +189,23 @@ RIGHT = {
 WRONG = {
     "weights not loaded": Case(
         DATA, own_save, load_without("model"), place="2 weights ",
-        words="those before the first step: not loaded",
+        words="equal the weights before the first step: not loaded",
     ),
     "optimizer not loaded": Case(
         DATA, own_save, load_without("optimizer"), place="2 update ",
-        words="as in Adam's first step: did .* restart.*step count is 1, and 3",
+        words="as in Adam's first step: did .* restart.*step count is 1, but 3",
     ),
     "count of steps not loaded": Case(
         DATA, own_save, load_without("count"), place="2 update ",
-        words="the step count is 1, and 3 in the plain",
+        words="the step count is 1, but 3 in the plain",
     ),
     "schedule begins anew": Case(
         DATA, own_save, load_without("rates"), place="2 update ",
-        words="the learning rate is 0.01, and 0.0033+ in the plain",
+        words="the learning rate is 0.01, but 0.0033+ in the plain",
     ),
     "data begin anew": Case(
         DATA, own_save, load_and_restart_data, place="2 forward embedding",
-        words="nearest to that of step 1: did the data restart",
+        words="most similar to step 1's value: did the data restart",
     ),
     "random numbers begin anew": Case(
         DROPOUT_ROW, own_save, load_without("rng_state"), place=r"2 forward blocks\.0",

@@ -1144,7 +1144,7 @@ show.table(rows, ["program", "one run without the check (s)", "runs in a check",
 # | "it took 2 optimizer steps; must take as many as the plain program" | only one of the programs accumulates gradients over micro-batches |
 # | "parameters differ from the plain program's" | each pipeline stage numbers its layers from 0: use `rename=` |
 # | no finding, though you know that the program is wrong | the mistake is in a function that both programs call, or the compared steps do not reach it: no clipping, equal lengths, one micro-batch, no second epoch |
-# | "change too much by rounding to compare" | too many steps in `bfloat16`: take fewer, or `float32` |
+# | "rounding alone changes them too much" | too many steps in `bfloat16`: take fewer, or `float32` |
 # | a finding, off by two to five times the tolerance | an algorithm that is less exact than the plain one, or a false alarm: look at the tensor before you loosen anything |
 #
 # ```{admonition} On GPUs
@@ -1220,7 +1220,7 @@ check(answer, "four_reports")
 # :class: dropdown
 # ```
 #
-# A is right up to the update, which is off by a multiple of the weight: weight decay. In B, rows of the batch are on no rank. C's gradients are sums of the ranks' gradients with unequal factors. D's backward begins with a different factor on each rank.
+# A is right up to the update, which is off by a multiple of the weight: weight decay. In B, rows of the batch are held by no rank. C's gradients are sums of the ranks' gradients with unequal factors. D's backward begins with a different factor on each rank.
 
 # %%
 answer = {"A": "decay", "B": "share", "C": "clip", "D": "counts"}

@@ -18,7 +18,7 @@ from shardtools import parity
 from shardtools.parity import places
 
 add_number("times_allowed", 1.9e-3 / (12 * 2.1e-7), "times", rel_tol=0.02,
-       success="Right: 754 times what rounding explains, so it is a mistake.", hints={
+       success="Right: 754 times the tolerance, so it is a mistake.", hints={
     1.9e-3 / 2.1e-7: "That is 9,048 times the noise; twelve times the noise is still allowed.",
     1.9e-3 / (3 * 2.1e-7): "Only the largest of the three draws counts; 12 times it is allowed.",
 })  # fmt: skip
@@ -100,8 +100,8 @@ def compute_reports() -> dict[str, parity.Report]:
 
 
 _HINTS = {
-    "share": "Then rows of the batch would be on no rank, before any gradient.",
-    "counts": "Then backward would begin with another factor on each rank.",
+    "share": "Then rows of the batch would be held by no rank, before any gradient.",
+    "counts": "Then backward would begin with a different factor on each rank.",
     "clip": "Then the result would contain the ranks' own gradients, each scaled differently.",
     "bucket": "Then only some parameters would have each rank's own gradient.",
     "decay": "Then all gradients would be right, and the first update would not.",

@@ -106,9 +106,9 @@ def format_spans(index: Tensor, most: int = 3) -> str:
 # Factors and their possible reasons, for n ranks and m micro-batches.
 FACTOR_CAUSES: tuple[tuple[Callable[[int, int], float], str], ...] = (
     (lambda n, m: n, "a sum over {n} ranks that was not averaged"),
-    (lambda n, m: 1 / n, "divided by {n} ranks once too often"),
+    (lambda n, m: 1 / n, "divided by the number of ranks ({n}) one time too many"),
     (lambda n, m: m, "a sum over {m} micro-batches that was not averaged"),
-    (lambda n, m: 1 / m, "divided by {m} micro-batches once too often"),
+    (lambda n, m: 1 / m, "divided by the number of micro-batches ({m}) one time too many"),
 )
 
 
@@ -118,14 +118,14 @@ def _explain_zero(case: WrongTensor) -> str:
     return "is zero: the weight has not moved" if case.key.phase == "update" else "is zero"
 
 
-def _explain_first_weights(case: WrongTensor) -> str:
+def _explain_initial_weights(case: WrongTensor) -> str:
     if case.key.phase != "weights":
         return ""
     first, *others = case.wrong_values
     agree = all(case.is_close(v.found, first.found) for v in others)
     everywhere = agree and len(case.wrong_values) == len(case.values)
-    why = "other weights were loaded" if everywhere else "rank 0's were not broadcast"
-    return f"differ from the plain program's first weights: another seed, or {why}"
+    why = "other weights were loaded" if everywhere else "rank 0's weights were not broadcast"
+    return f"differ from the plain program's initial weights: a different seed, or {why}"
 
 
 def _explain_dropout(case: WrongTensor) -> str:
@@ -143,9 +143,10 @@ def _explain_dropout(case: WrongTensor) -> str:
         if v is first or not v.place.is_same(first.place)
         if v.found.shape == first.found.shape and torch.equal(v.found != 0, first.found != 0)
     }  # fmt: skip
-    why = "start each step of both with the same seed, or set dropout to 0"
+    why = "start each step of both programs with the same seed, or set dropout to 0"
     if len(twins) > 1:
-        why = f"ranks {join_ranks(sorted(twins))} drop the same of their parts (one seed for all?)"
+        same = f"ranks {join_ranks(sorted(twins))} use the same dropout mask"
+        why = f"{same} (the same seed on all ranks?)"
     return f"random numbers are drawn here (dropout?), and differ from the plain program's: {why}"
 
 
@@ -179,8 +180,8 @@ def _explain_factor(case: WrongTensor) -> str:
     loss_is_wrong = is_uniform([c * n, *started]) and not is_same_factor(c * n, 1.0)
     if case.key.phase == "gradient" and loss_is_wrong:
         return (
-            f"{text}: averaged over {n} ranks as it should be, but the loss was already {c:.4g} "
-            "times the right value (micro-batches? divided twice?)"
+            f"{text}: averaged over {n} ranks correctly, but the loss was already scaled by "
+            f"{c:.4g} (micro-batches? divided twice?)"
         )
     fits = [why for f, why in FACTOR_CAUSES if is_same_factor(c, f(n, m))]
     whys = [why.format(n=n, m=m) for why in fits if not is_same_factor(c, 1.0)]
@@ -246,20 +247,21 @@ def fit_pass_weights(case: WrongTensor) -> dict[int, list[float]]:
 
 
 def _explain_accumulation(case: WrongTensor) -> str:
-    """Explain a gradient in which one rank's backward passes do not count alike."""
+    """Explain a gradient that sums one rank's backward passes with unequal weights."""
     by_rank = fit_pass_weights(case)
     if all(is_same_factor(s, each[0]) for each in by_rank.values() for s in each):
         return ""
     weights = "; ".join(
-        f"rank {rank} {', '.join(f'{s:.3g}' for s in each[:8])}{', …' if len(each) > 8 else ''}"
+        f"rank {rank}: {', '.join(f'{s:.3g}' for s in each[:8])}{', …' if len(each) > 8 else ''}"
         for rank, each in by_rank.items()
     )
     kept = {f"{s:.2g}" for each in by_rank.values() for s in each if s}
     lost = len(kept) == 1 and all(each[-1] and not each[0] for each in by_rank.values())
-    why = "divided, averaged or lost between two passes?"
+    why = "was the gradient divided, averaged or lost between two passes?"
     if lost:
-        why = "earlier passes are lost (zeroed? overwritten?)"
-    return f"weights the backward passes unequally ({weights}), where all should count alike: {why}"
+        why = "the gradients of earlier passes are lost (zeroed? overwritten?)"
+    unequal = f"sums the backward passes with unequal weights ({weights})"
+    return f"{unequal}; all weights should be equal: {why}"
 
 
 def _explain_unequal_ranks(case: WrongTensor) -> str:
@@ -274,8 +276,8 @@ def _explain_unequal_ranks(case: WrongTensor) -> str:
         return ""
     weights = ", ".join(f"{s:.3g}" for s in by_rank.values())
     return (
-        f"weights the ranks' gradients unequally ({weights}), where all should count alike: each "
-        "was clipped, or divided, before they were averaged"
+        f"sums the ranks' gradients with unequal weights ({weights}); all weights should be equal: "
+        "each gradient was clipped, or divided, before averaging"
     )
 
 
@@ -287,7 +289,7 @@ NARROW_FORMATS = {
 
 
 def _explain_narrow_dtype(case: WrongTensor) -> str:
-    """Explain a value with the digits of a narrower format, or of a sum of a few such numbers."""
+    """Explain a value, or a sum of a few values, that has only a narrower format's precision."""
     first, dtype = case.wrong_values[0], case.tolerance.full.dtype
     if dtype not in NARROW_FORMATS or not 3 * case.tolerance.overall < case.error < 0.1:
         return ""
@@ -301,7 +303,7 @@ def _explain_narrow_dtype(case: WrongTensor) -> str:
             bits = max(1, zeros - sum_bits)
             share = max(count_zero_bits(first.found * n, bits) for n in (1, len(case.ranks)))
             if share > 0.9 and count_zero_bits(first.wanted, bits) < 0.5:
-                return f"has the digits of {name}: it was summed, sent or stored in {name}"
+                return f"has only {name} precision: it was summed, sent or stored in {name}"
     return ""
 
 
@@ -320,7 +322,7 @@ def _explain_bias(case: WrongTensor) -> str:
             continue
         c = fit_factor(mean, bias) if bias.dim() == 1 and bias.shape == mean.shape else 0.0
         if c and measure_difference(mean, c * bias, rms(bias))[0] < MAX_FIT_ERROR:
-            return f"{key.name} is in it {1 + c:.3g} times"
+            return f"{key.name} is added {1 + c:.3g} times"
     return "every row is off by the same amount"
 
 
@@ -334,7 +336,7 @@ def _explain_rows(case: WrongTensor) -> str:
     text = f"{int(wrong.sum())} of {len(wrong)} rows are wrong ({spans})"
     place = match_rows(value.found, tol.full)
     if place is not None and case.is_close(value.found, place.take_from(tol.full).double()):
-        return f"{text}; they are right rows of the tensor in the wrong place"
+        return f"{text}; the rows themselves are right, but in the wrong order"
     return text if 0 < wrong.sum() < len(wrong) else ""
 
 
@@ -345,9 +347,9 @@ def _explain_previous_step(case: WrongTensor) -> str:
     value = case.wrong_values[0]
     old = value.take_part(old)
     if case.is_close(value.found, old):
-        return "is that of the step before"
+        return "equals the previous step's value"
     both = case.is_close(value.found, value.wanted + old)
-    return "is the right value plus that of the step before (zero_grad?)" if both else ""
+    return "is the right value plus the previous step's value (zero_grad?)" if both else ""
 
 
 def _explain_weight_decay(case: WrongTensor) -> str:
@@ -367,14 +369,14 @@ def _explain_unknown(case: WrongTensor) -> str:
     first = case.wrong_values[0].found
     same = len(case.values) > 1 and all(case.is_close(v.found, first) for v in case.values)
     c = fit_factor(first, case.wrong_values[0].wanted)
-    details = ["the same on all ranks"] if same else []
+    details = ["the value is the same on all ranks"] if same else []
     if c and not is_same_factor(c, 1.0):
-        details.append(f"nearest to {c:.3g} times the right value")
-    return ", ".join([UNEXPLAINED, *details])
+        details.append(f"best fit: {c:.3g} times the right value")
+    return "; ".join([UNEXPLAINED, *details])
 
 
 CAUSES = (
-    _explain_zero, _explain_first_weights, _explain_dropout, _explain_narrow_dtype,
+    _explain_zero, _explain_initial_weights, _explain_dropout, _explain_narrow_dtype,
     _explain_factor, _explain_accumulation, _explain_missing_reduction, _explain_unequal_ranks,
     _explain_bias, _explain_rows, _explain_previous_step, _explain_weight_decay, _explain_unknown,
 )  # fmt: skip

@@ -123,8 +123,8 @@ class Comparison:
             is_wrong = any(match is misfit for *_, misfit in misfits)
             place = matcher.guess_place(key, match, number) if is_wrong else match.place
             if place is None and is_wrong:
-                shapes = f"{list(value.shape)} is no part of {list(full.shape)}"
-                self._add_finding(key, [matcher.rank], f"its shape {shapes}")
+                shapes = f"{list(value.shape)} cannot be a part of shape {list(full.shape)}"
+                self._add_finding(key, [matcher.rank], f"shape {shapes}")
                 return
             if place is None:
                 continue

@@ -1,4 +1,4 @@
-"""Checks across ranks: rows on no rank, samples, missing gradients, partial sums."""
+"""Checks across ranks: rows that no rank holds, samples, missing gradients, partial sums."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def describe_missing_rows(key: Key, tol: Tolerance, ranks: list[Any]) -> str:
     missing = missing[distances > tol.worst_row * tol.size * width**0.5]
     if not len(missing):
         return ""
-    rows_text = f"{len(missing)} of {len(matrix)} rows are on no rank ({format_spans(missing)})"
-    return f"{rows_text}: {_explain_missing(key, ranks)}"
+    count = f"{len(missing)} of {len(matrix)} rows are held by no rank"
+    return f"{count} ({format_spans(missing)}){_explain_missing(key, ranks)}"
 
 
 def _build_coverage_mask(key: Key, full: Tensor, ranks: list[Any]) -> Tensor:
@@ -51,13 +51,13 @@ def _build_coverage_mask(key: Key, full: Tensor, ranks: list[Any]) -> Tensor:
 
 
 def describe_missing_numbers(key: Key, full: Tensor, ranks: list[Any]) -> str:
-    """Describe the numbers of a weight that no rank holds ("" if none is missing)."""
+    """Describe the elements of a weight that no rank holds ("" if none is missing)."""
     mask = _build_coverage_mask(key, full, ranks)
     if mask.all() or torch.isin(full[~mask], full[mask]).all():
         return ""
-    count = f"{int((~mask).sum())} of {mask.numel()} numbers are on no rank"
-    why = "initialized with one seed, or cut at the same place?"
-    return f"{count}: {_explain_missing(key, ranks)} ({why})"
+    count = f"{int((~mask).sum())} of {mask.numel()} elements are held by no rank"
+    why = "were all ranks initialized with the same seed, or given the same shard?"
+    return f"{count}{_explain_missing(key, ranks)} ({why})"
 
 
 def _explain_missing(key: Key, ranks: list[Any]) -> str:
@@ -70,8 +70,8 @@ def _explain_missing(key: Key, ranks: list[Any]) -> str:
             if all(a.is_same(b) for a, b in zip(others, places, strict=True))
         ]
         if len(twins) > 1:
-            return f"ranks {join_ranks(twins)} hold the same part"
-    return f"no rank {'holds' if key.phase == 'weights' else 'computed'} them"
+            return f": ranks {join_ranks(twins)} hold the same part"
+    return "" if key.phase == "weights" else ": no rank computed them"
 
 
 def check_samples(key: Key, plain: Record, ranks: list[Any]) -> str:
@@ -94,7 +94,7 @@ def check_samples(key: Key, plain: Record, ranks: list[Any]) -> str:
     same = f" (ranks {join_ranks(twins)} have the same samples)" if len(twins) > 1 else ""
     reasons = []
     for ids, reason in (
-        ((wanted - found).keys(), f"are on no rank{same}"),
+        ((wanted - found).keys(), f"are held by no rank{same}"),
         ((found - wanted).keys() & wanted.keys(), "are counted too often"),
         (found.keys() - wanted.keys(), "do not belong to this step"),
     ):
@@ -104,7 +104,7 @@ def check_samples(key: Key, plain: Record, ranks: list[Any]) -> str:
             reasons.append(f"{format_spans(torch.tensor(sorted(ids)))} {reason}{where}")
     for step in {k.step for k in plain.parts if k.phase == "samples"} - {key.step}:
         if not found - count_ids(plain.parts[key._replace(step=step)]):
-            reasons.append(f"they belong to step {step + 1}")
+            reasons.append(f"the ranks' samples belong to step {step + 1}")
     return "; ".join(reasons)
 
 

@@ -44,7 +44,8 @@ def _hint_missing_reduction(comparison: Comparison) -> str:
     if not sums or added_up:
         return ""
     key, ranks = sums[0]
-    return f"it began with the {describe_key(key)}: partial sums of ranks {ranks} were not added up"
+    text = f"partial sums of the {describe_key(key)}"
+    return f"first error: {text} were not added up over ranks {ranks}"
 
 
 def _hint_last_right_tensor(comparison: Comparison) -> str:
@@ -55,13 +56,11 @@ def _hint_last_right_tensor(comparison: Comparison) -> str:
         return ""
     if any(hint(comparison) for hint in (_hint_missing_reduction, _hint_loss, _hint_factors)):
         return ""
-    last = f"right until the {describe_key(right[-1])}"
+    last = f"last right tensor: {describe_key(right[-1])}"
     if bad.phase == "forward":
         return last
-    return (
-        f"{last}: between the two, a backward, a sum over ranks or a loss (an auxiliary one?) is "
-        "wrong"
-    )
+    wrong = "a backward, a reduction or an (auxiliary) loss is wrong"
+    return f"{last}; between it and the first wrong tensor, {wrong}"
 
 
 def _hint_stale_weights(comparison: Comparison) -> str:
@@ -69,8 +68,8 @@ def _hint_stale_weights(comparison: Comparison) -> str:
     if bad.phase != "forward" or bad.step <= comparison.ranks[0].first_step:
         return ""
     return (
-        "every update of the step before was right: this step uses other weights than the "
-        "optimizer wrote, or other samples"
+        "every update of the previous step was right: this step does not use the weights that the "
+        "optimizer wrote, or it uses different samples"
     )
 
 
@@ -80,8 +79,8 @@ def _hint_loss(comparison: Comparison) -> str:
         return ""
     if name := _find_shuffled_output(comparison):
         return (
-            f"the rows of the {name} are those of the plain program, in another order or number: "
-            "is it the same batch (sampler, shuffle, seed)?"
+            f"the rows of the {name} are the plain program's, but their order or number differs: "
+            "do both programs use the same batch (sampler, shuffle, seed)?"
         )
     return "every output was right: the loss is wrong (its targets, its mask, or its divisor)"
 
@@ -127,9 +126,9 @@ def _hint_clipping(comparison: Comparison) -> str:
     compared = [k for k in comparison.keys if k[:2] == bad[:2] and k not in skipped]
     which = "all gradients" if len(findings) == len(compared) else "all wrong gradients"
     if is_uniform(by_rank.values()):
-        why = "" if ": " in findings[0].message else " (clipped at another norm, or another loss?)"
-        return f"{which} are off by the same factor{why}"
-    return f"{which} are off by {format_factors(by_rank)}: did each rank clip by its own norm?"
+        why = " (a different clipping norm, or a different loss?)"
+        return f"{which} are off by the same factor{'' if ': ' in findings[0].message else why}"
+    return f"{which} are scaled by {format_factors(by_rank)}: did each rank clip by its own norm?"
 
 
 def _hint_factors(comparison: Comparison) -> str:
@@ -139,9 +138,9 @@ def _hint_factors(comparison: Comparison) -> str:
         return ""
     if is_backward and is_uniform(first.factors.values()):
         return ""
-    key = f"the {describe_key(_get_first_key(comparison, 'backward'))} by " if is_backward else ""
-    counts = "is each loss a mean over a rank's own count?"
-    return f"backward began with wrong factors: {key}{format_factors(factors)}; {counts}"
+    start = f"the {describe_key(_get_first_key(comparison, 'backward'))} is scaled by "
+    msg = f"backward began with wrong factors: {start if is_backward else ''}"
+    return f"{msg}{format_factors(factors)}; is each loss averaged over the rank's own token count?"
 
 
 HINTS = (

@@ -95,7 +95,7 @@ def is_float_tensor(x: Any) -> bool:
 class Watch:
     """The `watch` that a program receives: `watch(model, optimizer)`.
 
-    seed: of noise, which moves every output, gradient and first weight by one unit in the last
+    seed: of noise, which moves every output, gradient and initial weight by one unit in the last
     place, and rounds sums and casts differently (see `RandomRounding`), until `close`. first_step:
     steps before this resumed program. every_step: report weights before each step, not only the
     first.
@@ -136,7 +136,7 @@ class Watch:
         for each in optimizers:
             check_type(torch.optim.Optimizer, optimizer=each)
         if self.sink.is_watched:
-            raise ValueError("watch: called twice; call it once, with a list of several models")
+            raise ValueError("watch: called twice; call it once (with a list, for several models)")
         _skip_shape_inference()
         self.rename = rename
         self.sink.is_watched = True

@@ -185,7 +185,7 @@ class Tolerance:
         return self.overall <= MAX_TOLERANCE
 
     def get_explained(self, error: float) -> float:
-        """Return how much of an error rounding explains: of all numbers, or of their factor."""
+        """Return the tolerance that an error exceeds: of all numbers, or of their common factor."""
         return self.overall if error > self.overall else min(self.overall, self.common_factor)
 
     def measure_error(self, value: Tensor, wanted: Tensor, factor: float = 1.0) -> float:

@@ -45,13 +45,13 @@ def check(
         print(parity.check(plain, parallel, ranks=2))
 
     Both are functions of `watch`, which they call once, before their first step; nothing else in
-    them changes. Inputs, first weights and optimizer options must be the same; `plain` runs once,
+    them changes. Inputs, initial weights and optimizer options must be the same; `plain` runs once,
     and `draws` times more with every tensor moved by one unit in the last place, to measure what
     rounding does. folder: where its tensors are written, for models whose outputs do not fit
     into memory: a new one, or an empty one. timeout: seconds for each of the two.
 
-    Raises ValueError for programs that cannot be compared: they take no step, or another number of
-    them, train nothing, draw other numbers each time, or name their parameters differently.
+    Raises ValueError for programs that cannot be compared: they take no step, or different numbers
+    of steps, train nothing, differ from run to run, or name their parameters differently.
     """
     check_integer(1, MAX_PROCESSES, ranks=ranks)
     begin = time.perf_counter()
@@ -142,7 +142,7 @@ def keep_first_layers(model: nn.Module, layers: int = 2) -> nn.Module:
         )
     if hasattr(getattr(model, "config", None), "num_hidden_layers"):  # as transformers' count them
         model.config.num_hidden_layers = layers
-    model.cut_description = f"{layers} of {total} layers, the same widths"
+    model.cut_description = f"{layers} of {total} layers, same widths"
     return model
 
 
@@ -216,7 +216,7 @@ def build_stopped_report(record: Record, matchers: list[Matcher]) -> tuple[Repor
     if taken >= record.steps:
         raise ValueError(
             f"stopped_run: it took {taken} optimizer steps; must take fewer than the full run's "
-            f"{record.steps}, so that some are left to resumed_run"
+            f"{record.steps}, so that some are left for resumed_run"
         )
     return Comparison(record, matchers, taken).run(), taken
 
@@ -234,11 +234,11 @@ def check_plain_run(record: Record, who: str = "plain") -> None:
     for key, (overall, *_) in record.noise.items():  # differences between runs with noise
         floor = 4 * get_eps(record.parts[key][0].value.dtype)
         if key[:2] == (INITIAL_STEP, "weights") and overall > floor:
-            raise ValueError(f"{who}: each run begins with other weights ({key.name}); {seed}")
+            raise ValueError(f"{who}: the initial weights differ between runs ({key.name}); {seed}")
     outputs = [key for key in record.noise if key[:2] == (0, "forward")]
     noise = [record.noise[key][0] for key in outputs if not record.is_scalar(key)]
     if noise and all(x * TOLERANCE_FACTOR > MAX_TOLERANCE for x in noise):
-        raise ValueError(f"{who}: each run computes other outputs (another batch?); {seed}")
+        raise ValueError(f"{who}: the outputs differ between runs (a different batch?); {seed}")
 
 
 def check_parallel_run(record: Record, matchers: list[Matcher], who: str, needed: int) -> None:
@@ -250,13 +250,13 @@ def check_parallel_run(record: Record, matchers: list[Matcher], who: str, needed
         before = f" after the {first_step} of the stopped run" if first_step else ""
         raise ValueError(
             f"{who}: it took {steps.pop() - first_step} optimizer steps{before}; must take as many "
-            f"as the plain program ({needed}; micro-batches share a step)"
+            f"as the plain program ({needed}; accumulated micro-batches count as one step)"
         )
     declares = any(key.phase == "samples" for m in matchers for key in m.matches)
     if declares != any(key.phase == "samples" for key in record.parts):
         raise ValueError(
             f"{who}: it {'called' if declares else 'never called'} watch.declare_samples(ids), "
-            "unlike the plain program; call it in both, or in none"
+            "unlike the plain program; call it in both programs, or in neither"
         )
     own = {key.name for key in record.parts if key.phase == "weights"}
     others = {key.name for m in matchers for key in m.matches if key.phase == "weights"}
@@ -265,7 +265,7 @@ def check_parallel_run(record: Record, matchers: list[Matcher], who: str, needed
     if texts:
         raise ValueError(
             f"{who}: parameters differ from the plain program's: it {' and it '.join(texts)}; pass "
-            "watch(…, rename=f) a function from its names to the plain program's"
+            "watch(…, rename=f) a function that maps its names to the plain program's"
         )
 
 
@@ -273,7 +273,7 @@ def _check_watched(who: str, sink: Sink, steps: int) -> None:
     if not sink.is_watched:
         raise ValueError(f"{who}: must call watch(model, optimizer) once; it never did")
     if not sink.has_optimizer:
-        raise ValueError(f"{who}: must pass watch(model) the optimizer that steps")
+        raise ValueError(f"{who}: must pass the optimizer that steps: watch(model, optimizer)")
     if not steps:
         raise ValueError(
             f"{who}: the optimizer passed to watch took no step; must take at least one (is "

@@ -45,7 +45,7 @@ class Finding:
     ranks: list[int]  # ranks on which the tensor is wrong
     message: str  # what is wrong with the tensor
     error: float | None = None  # relative to the tensor's size; None: nothing to measure
-    allowed: float = 0.0  # part of the error that rounding explains
+    allowed: float = 0.0  # tolerance: the largest error that rounding explains
     factors: dict[int, float] = field(default_factory=dict)  # by rank, if only factors are wrong
 
     def __str__(self) -> str:
@@ -53,8 +53,7 @@ class Finding:
         text = f"{format_step(self.key)}{describe_key(self.key)}{who}: {self.message}"
         if self.error is None:
             return text
-        explained = f"rounding explains {self.allowed:.1e}"
-        return f"{text} (off by {self.error:.1e} of its size; {explained})"
+        return f"{text} (relative error {self.error:.1e}; tolerance {self.allowed:.1e})"
 
 
 @dataclass
@@ -104,25 +103,29 @@ class Report:
             before = f"{self.ranks_before} and then " if self.ranks_before else ""
             lines = [
                 f"equal: {self.num_compared} tensors on {before}{self.ranks} ranks; "
-                f"the largest error is {worst:.0%} of what rounding may cause"
+                f"the largest error is {worst:.0%} of the tolerance"
             ]
-            if self.num_undecided:
-                lines.append(f"  {self.num_undecided} more change too much by rounding to compare")
+            if n := self.num_undecided:
+                noun, them = ("more tensors were", "them") if n > 1 else ("more tensor was", "it")
+                lines.append(f"  {n} {noun} not compared: rounding alone changes {them} too much")
             outputs = [key for key in self.skipped if key.phase == "forward" and key.name]
             if outputs:
+                noun = "outputs were" if len(outputs) > 1 else "output was"
                 lines.append(
-                    f"  {len(outputs)} outputs were not compared, first the "
-                    f"{describe_key(outputs[0])}: one number, or on no rank (compiled before it?)"
+                    f"  {len(outputs)} {noun} not compared, first the {describe_key(outputs[0])}: "
+                    "a scalar, or no rank recorded it (compiled before `watch`?)"
                 )
-            if self.unplaced:
+            if n := len(self.unplaced):
+                noun = "outputs or their gradients match" if n > 1 else "output or gradient matches"
                 lines.append(
-                    f"  {len(self.unplaced)} have parts that fit nowhere, first the "
+                    f"  {n} {noun} no part of the plain tensor, first the "
                     f"{describe_key(self.unplaced[0])}: all weight gradients of its step are right"
                 )
             if self.cut_description:
-                lines.append(f"  compared at {self.cut_description}")
+                lines.append(f"  compared with a shortened model: {self.cut_description}")
             return "\n".join(lines)
         lines = [str(self.first_finding), *(f"  {hint}" for hint in self.hints)]
         if (more := len(self.phase_findings) - 1) > 0:
-            lines.append(f"  and {more} more like it in this step; later tensors are not compared")
+            wrong = f"wrong tensor{'s' if more > 1 else ''} in this phase of the step"
+            lines.append(f"  and {more} more {wrong}; later tensors are not compared")
         return "\n".join(lines)

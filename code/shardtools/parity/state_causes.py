@@ -30,8 +30,8 @@ def _explain_loaded_weights(case: WrongTensor) -> str:
         old = case.get_plain_tensor(step=step)
         if all(case.is_close(v.found, v.place.take_from(old).double()) for v in case.wrong_values):
             since = f"step {step + 1}" if step != INITIAL_STEP else "the first step: not loaded?"
-            return f"are those before {since}"
-    return "differ from the uninterrupted run's: not loaded, or loaded from another run?"
+            return f"equal the weights before {since}"
+    return "differ from the uninterrupted run's weights: not loaded, or loaded from another run?"
 
 
 def _explain_other_optimizer(case: WrongTensor) -> str:
@@ -39,8 +39,8 @@ def _explain_other_optimizer(case: WrongTensor) -> str:
     found = {part.optimizer_class for part in case.get_wrong_parts().values()} - {""}
     if case.key.phase != "update" or not wanted or not found or wanted in found:
         return ""
-    made_by = " and ".join(sorted(found))
-    return f"is by another optimizer: {made_by}, and by {wanted} in the plain program"
+    made_by = f"optimizer{'s' if len(found) > 1 else ''} {' and '.join(sorted(found))}"
+    return f"was made by {made_by}; the plain program uses {wanted}"
 
 
 def _explain_fresh_optimizer(case: WrongTensor) -> str:
@@ -52,8 +52,8 @@ def _explain_fresh_optimizer(case: WrongTensor) -> str:
     weight = case.get_plain_tensor(phase="weights", step=case.key.step or INITIAL_STEP)
     w = None if weight is None else value.take_part(weight)
     for direction, text in (
-        (g.sign(), "every number moves by {:.3g} against its gradient, as in Adam's first step"),
-        (g, "it is -{:.3g} times its gradient, and nothing else"),
+        (g.sign(), "every element moves by {:.3g} against its gradient, as in Adam's first step"),
+        (g, "is -{:.3g} times its gradient, with no momentum term"),
     ):
         factor, rest = _fit_direction(value.found, direction, w)
         if factor < 0 and rest < MAX_RESIDUAL < _fit_direction(value.wanted, direction, w)[1]:
@@ -70,7 +70,7 @@ def _fit_direction(x: Tensor, direction: Tensor, w: Tensor | None) -> tuple[floa
 
 
 def _explain_other_step(case: WrongTensor) -> str:
-    """Explain a first output that is much nearer to that of another step."""
+    """Explain a first output that is much more similar to another step's output."""
     if case.key.phase != "forward":
         return ""
     value, full = case.wrong_values[0], tuple(case.tolerance.full.shape)
@@ -88,8 +88,8 @@ def _explain_other_step(case: WrongTensor) -> str:
     if not by_step or by_step[step] >= limit:
         return ""
     at_start = case.key.step == case.ranks[0].first_step and step == 0
-    why = "did the data restart?" if at_start else "are they that step's samples?"
-    return f"is nearest to that of step {step + 1}: {why}"
+    why = "did the data restart?" if at_start else "does this step use that step's samples?"
+    return f"is most similar to step {step + 1}'s value: {why}"
 
 
 def _explain_random_state(case: WrongTensor) -> str:
@@ -119,7 +119,7 @@ def list_changed_options(case: WrongTensor) -> str:
             first, *others = dict.fromkeys(by_rank.values())
             value = format_factors(by_rank) if others else f"{first:.4g}"
             option = OPTION_NAMES.get(name, name)
-            changes.append(f"the {option} is {value}, and {right[name]:.4g} in the plain program")
+            changes.append(f"the {option} is {value}, but {right[name]:.4g} in the plain program")
     return "; ".join(changes)
 
 

@@ -84,8 +84,8 @@ def do_nothing(*_):
 # %% [markdown]
 # ## Two losses that agree
 #
-# Every program on this page trains the same small GPT with the same loop.
-# The programs differ in what they pass to the loop: how the model is divided among ranks, which part of the batch a rank takes, and what happens between backward and the optimizer step.
+# All programs here train the same small GPT with the same loop.
+# The programs differ in the arguments of this loop: how the model is divided among ranks, which part of the batch a rank takes, and what happens between backward and the optimizer step.
 
 # %%
 def identity(x):

@@ -247,7 +247,7 @@ class TypeChecker(TorchFunctionMode):
     def require_types(self, x: Tensor) -> AxisTypes | None:
         """Return the types of `x`, None if unknown; raise TypeMismatch if an axis is missing."""
         known = get_types(x)
-        made = x.grad_fn
+        made = x.grad_fn if torch.is_grad_enabled() else None  # torch may refuse to read it
         if isinstance(made, BackwardCFunction) and not issubclass(made._forward_cls, Operator):
             raise TypeMismatch("an operand comes from an autograd Function that is no Operator")
         if known is not None and (missing := self.groups.keys() - known):

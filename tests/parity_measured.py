@@ -143,7 +143,7 @@ def check_types(one: WrongProgram) -> str:
     right = check_step(lambda side: None, one.row)
     assert right, right
     wrong = check_step(one.mistake, one.other_row or one.row, one.patches)
-    lacks = "has no declared type" in wrong.message  # the mistake's result has no declared type: no verdict
+    lacks = "has no declared type" in wrong.message  # the mistake's result: no verdict
     return "" if lacks else "pass" if wrong else "refuse"
 
 

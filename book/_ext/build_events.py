@@ -54,6 +54,7 @@ def on_config_inited(app: Sphinx, config: Config) -> None:
 def on_builder_inited(app: Sphinx) -> None:
     """Read the course's index, and disable Sphinx's own search."""
     lesson_page.read_course_index(app)
+    code_pages.read_hashes(app)
     search.disable_sphinx_search(app)
 
 
@@ -134,8 +135,8 @@ def add_description(app: Sphinx, pagename: str, context: dict[str, Any], doctree
 def on_collect_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield the pages that have no document as their source."""
     if app.builder.name == "html":
-        yield from code_pages.iter_pages(app)
         yield from search.search_page(app)
+        yield from code_pages.iter_pages(app)  # last: all links to them are known
 
 
 def on_build_finished(app: Sphinx, exception: Exception | None) -> None:

@@ -1,8 +1,8 @@
 """Pages of the course's own source files with line numbers, and the links to these pages.
 
 `shardlab.common.show` and the lessons' prose link to ../code/shardlab/<file>.py#L30, which is the
-file in a checkout. In the site such a link leads to a page made here, or to the repository if its
-address is known.
+file in a checkout. In the site such a link leads to the repository if its address is known, or
+else to a page made here, of a file that some page links to.
 """
 
 from __future__ import annotations
@@ -30,22 +30,29 @@ from shardlab.common import PACKAGES
 
 FOLDERS = (*(f"code/{name}" for name in PACKAGES), "code/lessons", "figures", "benchmarks", "tests")
 _FILE = rf"((?:{'|'.join(FOLDERS)})/[\w/]+\.py)"
-_HASHES_FILE = "code_pages.json"  # hashes of the pages' inputs, beside the doctrees
+_HASHES_FILE = "code_pages.json"  # by linked file: the hash of its page's inputs
 _LINK = re.compile(rf"(?:\.\./)+{_FILE}(#L\d+(?:-L?\d+)?)?")
 
 
 def iter_sources(root: Path) -> Iterator[str]:
-    """Yield the paths, relative to the root, of all files that get a page."""
+    """Yield the paths, relative to the root, of all files that can get a page."""
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
             yield path.relative_to(root).as_posix()
 
 
-def get_source_url(path: str, lines: str, pathto: Any) -> str:
+def read_hashes(app: Sphinx) -> None:
+    """Read which files have a page, and the hash of each page's inputs: into `app.code_pages`."""
+    kept = Path(app.doctreedir, _HASHES_FILE)
+    app.code_pages = json.loads(kept.read_text("utf-8")) if kept.is_file() else {}
+
+
+def get_source_url(app: Sphinx, path: str, lines: str, pathto: Any) -> str:
     """Return the target of a page's link to `lines` ("#L30" or "") of the file `path`."""
     repository = get_repository()
     if repository:
         return f"{repository.url}/blob/{repository.branch}/{path}{lines}"
+    app.code_pages.setdefault(path, "")
     return pathto(path.removesuffix(".py")) + lines.partition("-")[0]
 
 
@@ -57,14 +64,14 @@ def iter_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     titles = sorted((name, title.astext()) for name, title in app.env.titles.items())
     contents = sorted(app.env.toctree_includes.items())
     around = repr((app.builder.build_info.config_hash, titles, contents))
-    kept = Path(app.doctreedir, _HASHES_FILE)
-    before = json.loads(kept.read_text("utf-8")) if kept.is_file() else {}
-    app.code_pages = {}
-    for path in iter_sources(Path(app.srcdir)):
+    for path, before in sorted(app.code_pages.items()):
+        if not Path(app.srcdir, path).is_file():
+            del app.code_pages[path]
+            continue
         code = Path(app.srcdir, path).read_text("utf-8")
         stamp = app.code_pages[path] = hashlib.sha256((around + code).encode()).hexdigest()
         there = Path(app.builder.get_outfilename(path.removesuffix(".py"))).is_file()
-        if there and before.get(path) == stamp:
+        if there and before == stamp:
             continue
         body = highlight(code, PythonLexer(stripnl=False), formatter)
         body = body.replace('<span id="L-', '<span id="L')
@@ -76,8 +83,7 @@ def iter_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 def store_hashes(app: Sphinx) -> None:
     """Store the hashes of the pages' inputs after a successful build."""
-    if hasattr(app, "code_pages"):  # Sphinx asks for no pages when no document has changed
-        Path(app.doctreedir, _HASHES_FILE).write_text(json.dumps(app.code_pages), "utf-8")
+    Path(app.doctreedir, _HASHES_FILE).write_text(json.dumps(app.code_pages), "utf-8")
 
 
 def redirect_outputs(app: Sphinx, body: BeautifulSoup, pathto: Any) -> None:
@@ -85,7 +91,7 @@ def redirect_outputs(app: Sphinx, body: BeautifulSoup, pathto: Any) -> None:
     for link in body.select('a[href^="../"]'):
         found = _LINK.fullmatch(link["href"])
         if found and Path(app.srcdir, found[1]).is_file():
-            link["href"] = get_source_url(found[1], found[2] or "", pathto)
+            link["href"] = get_source_url(app, found[1], found[2] or "", pathto)
 
 
 def redirect_prose(app: Sphinx, doctree: nodes.document, docname: str) -> None:
@@ -94,5 +100,5 @@ def redirect_prose(app: Sphinx, doctree: nodes.document, docname: str) -> None:
         source = os.path.normpath(Path(docname).parent / link["reftarget"]).replace(os.sep, "/")
         if re.fullmatch(_FILE, source) and Path(app.srcdir, source).is_file():
             pathto = partial(app.builder.get_relative_uri, docname)
-            uri = get_source_url(source, "", pathto)
+            uri = get_source_url(app, source, "", pathto)
             link.replace_self(nodes.reference("", "", *link.children, refuri=uri))

@@ -33,6 +33,10 @@ MAX_PARAGRAPH_CHARS = 400  # characters of a paragraph that fits on a slide
 _MONO_WIDTH, _PROSE_WIDTH = 0.603, 0.6  # width of a character in units of the font size
 _FONT = re.compile(r"font(?:-size)?:[^;]*?([\d.]+)px")  # font size in a style of a picture
 _SKIPPED_SECTIONS = ("Exercises", "Summary", "Further reading")
+# By class: what no slide shows, and elements of which a slide shows only the content.
+_LEFT_OUT = {"headerlink", "lesson-outputs", "open-folds", "can-wait", "exercise-where", "quiz"}
+_LEFT_OUT |= {"predict-title"}
+_UNWRAPPED = {"predict", "predict-answer"}
 
 # --- A page, taken apart --------------------------------------------------------------------------
 
@@ -105,15 +109,18 @@ def count_code_lines(pre: Tag) -> int:
 
 def split_sections(body: Tag) -> list[Section]:
     """Return the sections of a page, first the text before them. Modifies `body`: removes links."""
-    around = "a.headerlink, p.lesson-outputs, p.open-folds, p.can-wait, .exercise-where"
-    for one in body.select(f"{around}, .predict-title, .quiz"):
-        one.decompose()
-    for one in body.select("a, code span.pre, .predict, .predict-answer"):
-        one.unwrap()
-    for one in body.select("code"):
-        one.attrs = {}
-    for one in body.select("[id]:not(section)"):
-        del one["id"]
+    for one in body.find_all(True):  # one pass: ten times as fast as a selector for each case
+        if one.decomposed:  # with its parent
+            continue
+        classes = {*one.get("class", ())}
+        if classes & _LEFT_OUT:
+            one.decompose()
+        elif one.name == "a" or classes & _UNWRAPPED or _is_literal(one):
+            one.unwrap()
+        elif one.name == "code":
+            one.attrs = {}
+        elif one.name != "section":
+            del one["id"]
     heading = body.find("h1")
     found = [Section(get_inner_html(heading), "")]
     for child in list_children(heading.parent):
@@ -126,6 +133,10 @@ def split_sections(body: Tag) -> list[Section]:
             if one not in (title, heading):
                 found[-1 if title else 0].blocks += _iter_blocks(one, "")
     return found
+
+
+def _is_literal(one: Tag) -> bool:
+    return "pre" in one.get("class", ()) and one.find_parent("code") is not None
 
 
 def _parse_exercise(one: Tag) -> tuple[str, str]:

@@ -77,9 +77,9 @@ def _extract_prose(node: nodes.Element) -> str:
 
 
 def iter_definitions(root: Path) -> Iterator[tuple[str, str, int]]:
-    """Yield (file, name, line) of the public functions and classes of the package."""
+    """Yield (file, name, line) of the public functions and classes of the library."""
     for path in iter_sources(root):
-        if path.startswith("code/shard"):
+        if path.startswith("code/shardlab/"):
             for node in ast.parse((root / path).read_text("utf-8")).body:
                 if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_":
                     yield path, node.name, node.lineno
@@ -108,7 +108,7 @@ def write_index(app: Sphinx) -> None:
     ]
     up = app.builder.get_target_uri
     for path, name, line in iter_definitions(root):
-        where = get_source_url(path, f"#L{line}", lambda page, _resource=0: up(page))
+        where = get_source_url(app, path, f"#L{line}", lambda page, _resource=0: up(page))
         entries.append([path.removeprefix("code/"), name, where, None])
     said = yaml.safe_load(SYNONYMS_FILE.read_text("utf-8"))
     known = {address for _, _, address, _ in entries}

@@ -35,7 +35,7 @@ def simulate_fsdp_step(
     default the model's longest. recompute: "full" (each block again in backward) or "none".
 
     Returns bytes: parameters, gradients, optimizer (this rank's shards, after the step), and, in
-    the second step, `activations` (kept at the end of forward) and `peak` (of everything together).
+    a step with optimizer states, `activations` (kept at the end of forward) and `peak` (of all).
 
     Raises ValueError for a world_size below 1.
     """
@@ -79,8 +79,9 @@ def measure_fsdp_step(model: plain.GPT, batch: int, seq: int, recompute: bool) -
     # foreach=True would copy all shards during the step.
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     tokens_BS = torch.zeros(batch, seq, dtype=torch.int64)
-    plain.loss(model(tokens_BS), tokens_BS).backward()
-    optimizer.step()  # the first step creates the optimizer states
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # creates the optimizer states
     optimizer.zero_grad()
     with track_memory(model, optimizer, tokens_BS) as tracker:
         before = tracker.current_bytes

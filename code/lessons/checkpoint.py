@@ -21,7 +21,7 @@
 # - save a sharded run on four ranks, resume it on two or on one, and show that only rounding differs;
 # - say what a checkpoint must hold besides the weights, and what happens if a part is missing;
 # - save so that the last good checkpoint survives a kill at any moment, and that loading detects damaged files;
-# - compute how often to save, how many bytes that writes, and what saving in the background gains;
+# - compute how often to save, how many bytes a save writes, and what saving in the background gains;
 # - load a model from Hugging Face's hub into any layout, and write it back unchanged.
 #
 # Most models here are sharded by `fully_shard`, PyTorch's ZeRO-3: each rank holds some rows of every weight, its *shard*.
@@ -192,7 +192,7 @@ show.table(rows, head)
 # |---|---|---|
 # | weights | 4 bytes per parameter in float32 | no training at all |
 # | AdamW's two averages, its step counter | 8 bytes per parameter | the next step moves every weight too far: [measured below](#forgetting-the-optimizer) |
-# | learning rate and schedule | a few numbers | warm-up begins again, or never ends |
+# | learning rate and schedule | a few numbers | each restart repeats warm-up, which may never end |
 # | step, position in the data | two numbers | some text is seen twice, some never: [counted below](#forgetting-the-position-in-the-data) |
 # | random state of each rank | a few kilobytes | dropout and shuffling differ from the run without a stop |
 #
@@ -209,7 +209,7 @@ show.table(rows, head)
 # ## The plain version: shards, an index, overlaps
 #
 # Let each rank hold some rows of every tensor.
-# `shards` maps each tensor's name to the number of the rank's first row, and the rows.
+# `shards` maps each tensor's name to a pair: index of this rank's first row, and the rows.
 # To save, each rank writes one file and one line of the index.
 # To load, each rank reads all lines, and copies from each file the rows that belong to its own new shard.
 
@@ -348,15 +348,15 @@ for size, (found, state) in went_on.items():
 # %% [markdown]
 # ### What the plain version leaves out
 #
-# The plain version prevents neither three accidents nor a delay:
+# The plain version allows three accidents and a delay:
 #
 # - A rank dies after others have overwritten their files of the last checkpoint. Nothing distinguishes new files from old ones.
 # - A bit flips on the disk. There is no checksum.
 # - The machine loses power after `save_plain` has returned. The files may have been only in the operating system's memory.
 # - Training waits until everything is written.
 #
-# The next cell shows the first two.
-# All elements of the shards equal the step's number; rank 1 dies before it saves step 6. Then a bit flips in another checkpoint.
+# The next cell causes the first two accidents.
+# It fills shards with the step's number; rank 1 dies before it saves step 6. Then a bit flips in another checkpoint.
 
 # %% tags=["hide-input"]
 # Runs the two accidents with the plain version
@@ -392,7 +392,7 @@ for name in ("half saved", "flipped"):
 
 # %% [markdown]
 # Both checkpoints load without an error.
-# The rest of the lesson builds `Checkpoints`, here with the same accidents:
+# The rest of the lesson builds `Checkpoints`, tested here with the same accidents:
 
 # %% tags=["hide-input"]
 # Table: the same accidents, with the plain version and with `Checkpoints`
@@ -460,7 +460,7 @@ show.source(Training)
 #
 # The names of tensors contain neither ranks nor wrappers: `model.norm.weight`, `optimizer.norm.weight.exp_avg`.
 # So a plain, a replicated and a sharded model have the same checkpoint format, and each can load the others' checkpoints.
-# The course's own [ZeRO](zero.md) shards flat tensors that concatenate many weights, and DCP cannot write such shards. So the ranks gather one flat tensor at a time, and each keeps some rows of each weight.
+# The course's own [ZeRO](zero.md) shards flat tensors that concatenate many weights, and DCP cannot write such shards. So the ranks gather one flat tensor at a time, and each rank saves some rows of each weight.
 
 # %%
 show.source(core.named_tensors, core.restore_training)
@@ -470,7 +470,7 @@ show.source(core.named_tensors, core.restore_training)
 #
 # ## Resuming on another number of ranks
 #
-# A `Training` takes three steps on four ranks, with `fully_shard`, saves, and takes three more.
+# Four ranks train a model sharded by `fully_shard` for three steps, save, and train three more.
 # Then jobs on four, two and one ranks each build the model anew, load, and take the same three steps.
 
 # %%
@@ -551,7 +551,7 @@ show.source(core.begin_save, core.commit_save, core.prune_checkpoints)
 # ### A test: kills at random moments
 #
 # The claim: when `save` has returned, no kill can lose that checkpoint.
-# Two ranks save one step after the other and do nothing else. At a random moment one of them, or both, are killed with `SIGKILL`, which no process can catch.
+# Two ranks save step after step and do nothing else. At a random moment one of them, or both, are killed with `SIGKILL`, which no process can catch.
 # Whenever `save` has returned, rank 0 records the step in the file `killed.promised`.
 
 # %%
@@ -800,20 +800,20 @@ show.table(rows, [*head, "pieces", "more bytes per piece"])
 # %% [markdown]
 # The difference is a header of one or two kilobytes for each piece of a tensor.
 # It looks large because these models are small: Llama 3 8B has 96 GB to save, in pieces of megabytes.
-# In mixed precision a checkpoint is as large: only the optimizer's 32-bit weights are saved, since the 16-bit weights follow from them.
+# In mixed precision a checkpoint has the same size: only the optimizer's 32-bit weights are saved, since the 16-bit weights follow from them.
 #
 # ### How often to save
 #
 # Let a save hold training up for $\delta$ seconds, and let failures come every $M$ seconds on average.
 # If you save every $\tau$ seconds, saving takes the fraction $\delta/\tau$ of the time.
-# A failure loses $\tau/2$ seconds of training on average, the fraction $\tau/2M$.
-# The sum of both fractions is smallest at
+# A failure loses $\tau/2$ seconds on average, so failures take the fraction $\tau/2M$.
+# The sum of both, the *lost fraction*, is smallest at
 #
 # $$
 # \tau = \sqrt{2\,\delta M}
 # $$
 #
-# ({cite:t}`young1974checkpoint`). {cite:t}`daly2006checkpoint` gives the exact fraction for failures that are equally likely at every moment, also during a save and a restart.
+# ({cite:t}`young1974checkpoint`). {cite:t}`daly2006checkpoint` gives the exact lost fraction for failures that are equally likely at every moment, also during a save and a restart.
 
 # %%
 show.source(best_interval, lost_fraction)
@@ -862,7 +862,7 @@ show.figure(
 
 
 # %% [markdown]
-# If you do not know $M$ well, choose a longer interval, because a shorter one costs more: twice the best interval loses less than 5 percentage points more of the time.
+# If you do not know $M$ well, choose a longer interval, because a shorter one costs more: twice the best interval adds less than 5 percentage points to the lost fraction.
 # Faster saves help twice: each save costs less, and you can save more often, so that a failure loses less.
 # In the picture, saves of 5 instead of 120 s gain a tenth of the job's time.
 #
@@ -875,11 +875,11 @@ show.figure(
 # | shards written in parallel, read by any number of ranks | yes | |
 # | a tensor that several ranks hold is written by one of them | yes | |
 # | `fsync` of each file | yes | of the folders too |
-# | in the background | `async_save` | a process group of its own; the rename after it |
+# | save in the background | `async_save` | its own process group; a final rename |
 # | a complete save is recognised by | index written last | a new folder for each save; one rename |
 # | which checkpoint is current, which are deleted | no | number in the name, `keep` |
 # | checksums | no | manifest |
-# | names and shapes compared | a missing name or another shape is an error, an additional name is not | all of these, and types, before the model changes |
+# | names and shapes compared | a missing name or another shape is an error, an additional name is not | any difference, also in types, raises before the model changes |
 # | schedule, step, position, random state | no | `Training` |
 #
 # If replicas have drifted apart ([Data parallelism](data_parallel.md) shows how), DCP does not notice: it writes one of them.
@@ -934,7 +934,7 @@ for preset, kind in (("llama-3-8b", "llama"), ("gpt-2", "gpt2")):
 
 
 # %% [markdown]
-# GPT-2 keeps the weights of queries, keys and values side by side in one matrix, whose rows are the inputs: the keys' weights are its middle third, transposed.
+# GPT-2 keeps the weights of queries, keys and values side by side in one matrix of shape [inputs, outputs]: the keys' weights are the middle third of its columns, transposed.
 #
 # `transformers` saves a tiny Llama, in files of 30 kB.
 # Eight ranks load it, with data, pipeline and tensor parallelism over two ranks each, and ZeRO-1 ([Mesh](mesh.md) combines these).
@@ -986,7 +986,7 @@ print("logits of transformers from both folders: equal; the course's GPT has the
 
 # %% [markdown]
 # `snapshot_download` of `huggingface_hub` returns such a folder in its own cache. Its files are symbolic links, which `load_hub` follows.
-# If a file is truncated, missing or renamed, or a tensor has another shape or name, `load_hub` raises an error that names it before the model changes.
+# If a file is truncated, missing or renamed, or a tensor has another shape or name, `load_hub` names it in an error, before the model changes.
 # In a tied model the output layer is the embedding.
 # Some folders, such as Qwen3-1.7B's, store both tensors nevertheless. `load_hub` compares them and keeps one.
 # If they differ, `transformers` warns and unties them. `load_hub` refuses them: build the model with `tied=False`.
@@ -998,7 +998,7 @@ print("logits of transformers from both folders: equal; the course's GPT has the
 # Reinforcement learning alternates between training a model and generating text with it.
 # Each is fastest in its own layout: for instance, training with every matrix sharded over four ranks, and generating with two copies over two ranks each.
 # Saving and loading every few steps would be too slow.
-# But every rank knows both layouts, and so which part of which tensor each rank has and needs.
+# But both layouts tell every rank which part of which tensor each rank has and needs.
 # So all ranks compute the same plan, send the parts that others lack, and know the bytes in advance.
 
 # %%
@@ -1007,8 +1007,8 @@ show.source(resharding.transfer_weights, resharding.plan_transfers)
 # %% [markdown]
 # The number of bytes depends on which ranks form a copy.
 # In training, rank $r$ has quarter $r$ of each matrix, counted from 0.
-# If ranks 0 and 1 form a copy, rank 1 has the second quarter and needs the second half, of which it has nothing.
-# If ranks 0 and 2 form a copy, ranks 0 and 1 both need the first half, and each has one quarter of it.
+# With copies {0, 1} and {2, 3}, rank 1 has the second quarter and needs the second half, of which it has nothing.
+# With copies {0, 2} and {1, 3}, ranks 0 and 1 both need the first half, and each lacks one quarter.
 # In all, the ranks send six quarters in the first case, and four in the second.
 
 # %% tags=["hide-input"]
@@ -1202,7 +1202,7 @@ show.figure(
 # Before the first step an optimizer has no state. `get_optimizer_state_dict` creates the state by a step with zero gradients, and leaves the step counters at 1, so the table's counter is one too high.
 # AdamW then corrects its averages as if they were one step older.
 # So saving at step 0 changes the run.
-# `named_tensors` calls it only for an optimizer with state.
+# `named_tensors` calls this function only for an optimizer with state.
 # ````
 
 # %%
@@ -1225,7 +1225,7 @@ counters = {
 assert counters["no"][0] == 2 and counters["yes"][0] == 3
 assert counters["no"][1] != counters["yes"][1]
 rows = [(ask, counter, f"{value:.4f}") for ask, (counter, value) in counters.items()]
-head = ["state dict asked for before step 1", "counter after two steps", "loss then"]
+head = ["state dict read before step 1?", "counter after two steps", "loss then"]
 show.table(rows, head)
 
 
@@ -1233,10 +1233,10 @@ show.table(rows, head)
 # ### Forgetting the position in the data
 #
 # A run of 60 steps stops after 20 and after 40, and its last 20 steps run on two ranks instead of four.
-# The table shows which *windows* of the text, its samples, the run reads in three cases: the resumed loader starts from the beginning; each rank has saved its own position; the position counts samples of all ranks.
+# A sample is a *window* of the text. The table counts windows in three cases: the resumed loader starts from the beginning; each rank has saved its own position; the position counts samples of all ranks.
 
 # %% tags=["hide-input"]
-# Lists the windows that each of the three ways reads
+# Lists the windows that the run reads in each of the three cases
 def list_windows(position, rank, size):
     each = BATCH_SIZE // size
     return range(position + rank * each, position + (rank + 1) * each)
@@ -1280,7 +1280,7 @@ show.table(rows, head)
 # ### Saving the shards of rank 0
 #
 # In data parallelism `if rank == 0: torch.save(…)` saves the model.
-# Of a sharded model it saves only rank 0's shards.
+# With a sharded model, it saves only rank 0's shards.
 
 # %%
 def save_on_rank_0(path):
@@ -1359,7 +1359,7 @@ except Exception as error:
 # :class: note
 #
 # The saved files do not depend on the device, and training resumes bit for bit on any.
-# The seconds of a save depend on it: all GPUs copy their own shards to the host at the same time.
+# Save times depend on the device: all GPUs copy their own shards to the host at the same time.
 # So with more GPUs training waits less, until the storage is the limit.
 # ```
 #

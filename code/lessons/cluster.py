@@ -26,7 +26,7 @@
 #
 # You have a script that trains on one GPU, and an account on a cluster.
 # The cluster's machines are *nodes*. You log in to one of them, the *login node*; the nodes with GPUs are the *compute nodes*.
-# You do not start programs on compute nodes yourself. You submit a *job* to the *scheduler*: a program, the number of nodes and GPUs, and a time limit.
+# You start no programs on compute nodes yourself. You submit a *job* (a program, numbers of nodes and GPUs, a time limit) to the *scheduler*.
 # The scheduler starts the job when enough nodes are free. This page uses Slurm; [PBS and Kubernetes](#the-same-job-under-pbs-and-kubernetes) follow near the end.
 #
 # ![On the left the login node, on which you call sbatch. The job goes into the queue, and the scheduler starts it when two nodes are free. On the first of two compute nodes the batch script runs, once. Its srun starts one torchrun on each node, and each torchrun starts two ranks. All nodes see one shared file system.](../figures/cluster_job.svg)
@@ -159,7 +159,7 @@ sessions.show_job("torchrun.sbatch")
 # |---|---|
 # | `#SBATCH …` | options, as comments; Slurm silently ignores those after the first command |
 # | `--ntasks-per-node=1` | a *task* is one process that `srun` starts. Each `torchrun` starts its node's ranks itself, so one task is enough; two tasks start twice as many ranks as GPUs |
-# | `--output`, `--error` | one file each for all ranks, in the folder where you called `sbatch`. A folder in these names must exist, else the job fails at once, without output (`JobLaunchFailure`) |
+# | `--output`, `--error` | each names one file for all ranks, in the folder where you called `sbatch`. A folder in these names must exist, else the job fails at once, without output (`JobLaunchFailure`) |
 # | `first`, `address` | the first node's name, and the address at which Slurm reaches this node: there the launchers meet |
 # | `port=…` | computed from the job's number, so that two jobs on one node use different ports |
 # | `srun --cpus-per-task` | repeated, because `srun` does not inherit it from `sbatch` since Slurm 22.05 {cite}`schedmd2026srun` |
@@ -275,7 +275,7 @@ sessions.show_session("random")
 # |---|---|
 # | a node does not join | `RendezvousTimeoutError`, after `join_timeout`, 600 s |
 # | the address is wrong, or no node serves it | `RendezvousConnectionError: The connection to the C10d store has failed`, after `read_timeout`, 60 s |
-# | two jobs, or two ids, at one port | one of the two errors above, without the ids |
+# | two jobs, or two ids, at one port | one of the two errors above; neither names ids |
 # | the wrong interface: `GLOO_SOCKET_IFNAME=ib7` | the rank's error names `ib7` |
 # | node 0's name has no address, as in containers | `The IPv6 network addresses of (NAME, PORT) cannot be retrieved`, again and again |
 #
@@ -300,7 +300,7 @@ sessions.show_job("requeue.sbatch")
 # So at each step the ranks all-reduce a flag, which is 1 on a rank that has received the signal.
 # When the sum is not 0, all ranks save after this step, and stop.
 # They end with status 0 and create the file `stopped`; the batch script finds the file, and requeues its own job.
-# `torchrun` would take another status for a failure, and start all ranks again.
+# `torchrun` would treat any other status as failure, and start all ranks again.
 
 # %%
 sessions.show_session("requeue", live=False)
@@ -407,7 +407,7 @@ show.table(rows, head, caption=caption)
 # The same holds for a CPU core. The cell multiplies small matrices for half a second, and then large matrices.
 
 # %% tags=["hide-input", "measured"]
-# Table: busy and useful, for small and for large products
+# Table: how busy a core is, and its FLOP/s, in small and large products
 
 
 def measure_products(n, seconds=0.5):
@@ -441,7 +441,7 @@ show.table(rows, ["rows of the matrix", "core busy (% of time)", "GFLOP/s"])
 # | number | from | what it tells |
 # |---|---|---|
 # | utilisation | nvidia-smi, NVML | near 0: the GPU waits for the CPU or for data |
-# | `DCGM_FI_PROF_SM_ACTIVE` | DCGM | fraction of the GPU's multiprocessors with work; NVIDIA calls 0.8 necessary, and under 0.5 probably ineffective |
+# | `DCGM_FI_PROF_SM_ACTIVE` | DCGM | fraction of the GPU's multiprocessors with work; NVIDIA: effective use needs 0.8; under 0.5 is probably ineffective |
 # | `DCGM_FI_PROF_PIPE_TENSOR_ACTIVE` | DCGM | fraction of cycles in which tensor cores work; only tensor cores reach the data sheet's FLOP/s |
 # | `DCGM_FI_PROF_DRAM_ACTIVE` | DCGM | the same for memory. If high while tensor cores are idle, memory is the limit |
 # | power, clock, reasons for a lower clock | nvidia-smi, NVML | power far below the limit: little work. One GPU too hot: that rank is slow |
@@ -464,7 +464,7 @@ show.table(rows, ["rows of the matrix", "core busy (% of time)", "GFLOP/s"])
 # python -m shardlab cluster watch runs/one --draw        # runs/one/report.svg
 # ```
 #
-# The next cell watches two ranks for two seconds. In the middle rank 0 alone writes a file, for 0.7 s.
+# The next cell watches two ranks for two seconds. After 0.7 s, rank 0 alone writes a file, for 0.7 s.
 
 # %% tags=["hide-input", "measured"]
 # Runs two ranks of DDP, and draws the resources that each used
@@ -541,7 +541,7 @@ rows = []
 for a in delays:
     numbers = middle[a.rank], 1e3 * a.median_delay, 100 * a.share_last
     rows.append((a.rank, *(f"{number:.0f}" for number in numbers)))
-head = ["rank", "step (ms, median)", "after the first rank (ms, median)"]
+head = ["rank", "step (ms, median)", "arrives after the first rank by (ms, median)"]
 head += ["last to arrive (% of steps)"]
 show.table(rows, head)
 
@@ -557,7 +557,7 @@ show.figure(straggler.draw_delays(delays, durations), alt, "cluster-straggler")
 # Each step ends when the last rank has arrived at the collective, so all steps take equally long. Only the ranks' *arrival* times differ.
 # PyTorch's flight recorder, each rank's list of its last collectives, has the time when the *CPU* queued each collective.
 # With gloo this is the rank's arrival. With nccl the CPU runs ahead of its GPU, so these times do not show a slow GPU.
-# Set `TORCH_NCCL_ENABLE_TIMING=1` to record each collective's duration. The straggler's durations are the shortest.
+# Set `TORCH_NCCL_ENABLE_TIMING=1` to record each collective's duration. The straggler waits least: its durations are shortest.
 # Take medians over 30 steps; clocks of two machines differ by milliseconds.
 #
 # ### All ranks on one timeline
@@ -688,7 +688,7 @@ assert found[0].ranks == (1,) and found[0].call.number == 5
 assert find_missing_ranks(calls, "data") == [1]
 
 # %% [markdown]
-# The watchdog's `timeout` has to be longer than any step, also the first step and steps with saves, but shorter than the group's limit: gloo marks a collective that timed out as done.
+# The watchdog's `timeout` must be longer than any step, also the first and those with saves, but shorter than the group's limit: at that limit gloo marks the waiting collective as done.
 # `python -m shardlab cluster hang FOLDER` prints the same report, and PyTorch's `torchfrtrace FOLDER -p trace_` reads these files, too.
 # [A test](../tests/test_cluster_hang.py) gives the same records to both.
 #
@@ -715,7 +715,7 @@ print("the world's limit is shorter:", limits["default_pg"] < limits["careless"]
 #
 # | variable | what for |
 # |---|---|
-# | `TORCH_NCCL_DUMP_ON_TIMEOUT=1` | write the records at a time limit, by default |
+# | `TORCH_NCCL_DUMP_ON_TIMEOUT=1` | write the records at a time limit (the default) |
 # | `TORCH_FR_DUMP_TEMP_FILE=/shared/trace_` | the records' file; `~/.cache/torch` is the default folder |
 # | `TORCH_NCCL_ENABLE_TIMING=1` | record started collectives, and durations |
 # | `TORCH_NCCL_DESYNC_DEBUG=1` | say which rank left the others |
@@ -786,7 +786,7 @@ status = main(["doctor", *here, "--needs", "1e6", "--pairs"])
 
 # %% [markdown]
 # A `note` is no fault: four ranks on two cores are slower, not wrong.
-# For GPUs in the course's table, a link between hosts is good if it reaches half of the planner's rate. Within a host an eighth is enough: [messages of 64 MiB reach little of NVLink's rate](https://github.com/NVIDIA/nccl-tests/issues/268).
+# For GPUs in the [planner](strategy.md)'s table, a link between hosts is good if it reaches half of the table's rate. Within a host an eighth is enough: [messages of 64 MiB reach little of NVLink's rate](https://github.com/NVIDIA/nccl-tests/issues/268).
 #
 # ### What `doctor` finds
 #
@@ -908,7 +908,7 @@ sessions.show_job("trainjob.yaml")
 #
 # - **One GPU**: `srun python`.
 # - **One node**: `srun torchrun --standalone`.
-# - **Several nodes under Slurm**: `srun` with one `torchrun` a node for restarts inside the job; `srun` alone if a requeue is enough.
+# - **Several nodes under Slurm**: `srun` with one `torchrun` per node for restarts inside the job; `srun` alone if a requeue is enough.
 # - **Nodes without a scheduler**: `torchrun` with c10d, in a service (systemd, a container) that kills leftover processes.
 # - **Kubernetes**: a TrainJob where Kubeflow is installed, else an Indexed Job.
 # - **Fewer nodes than requested**: `--nnodes 1:2` only if your batch stays the same on fewer ranks, as in [our script](train.md); else the losses change.
@@ -1172,7 +1172,7 @@ check(answer, "hang_tensor")
 # :class: dropdown
 # ```
 #
-# Halves of parameters are gathered before each block, in forward and again in backward, and gradients are reduce-scattered: ZeRO-3. Sizes do not depend on the batch: 2 × 24,992 numbers are a block. Tensor parallelism would all-reduce activations of 1 × 64 × the hidden size.
+# Halves of parameters are gathered before each block, in forward and again in backward, and gradients are reduce-scattered: ZeRO-3. Message sizes are independent of the batch: 2 × 24,992 numbers are one block. Tensor parallelism would all-reduce activations of 1 × 64 × the hidden size.
 # The reason is in the first line: a setting is misspelt, so the script ignores it. Each rank trains on its own sequences, and one of seven is left over.
 
 # %%

@@ -166,7 +166,7 @@ show.table(rows, ["way", *sends, "predicted (ms)", "measured (ms)", "difference"
 # With eight ranks the naive way would take nearly four times as long as the ring.
 #
 # The plain ring is as fast and sends as many bytes as the module's ring.
-# It leaves out tensors whose size the number of ranks does not divide, and separate functions for its two loops, which later lessons use.
+# Only the module's ring accepts sizes that the number of ranks does not divide; its two loops are functions that later lessons use.
 #
 # ## Rank, world size, local rank, process group
 #
@@ -360,7 +360,7 @@ show.source(collectives.broadcast)
 #
 # 3. ![Step 2: rank 0 sends piece 2 to rank 1, rank 1 sends piece 3 to rank 2, rank 2 sends piece 0 to rank 3, rank 3 sends piece 1 to rank 0. Each sent piece is added to the receiver's piece, now the sum over three ranks.](../figures/steps/collectives_3.svg)
 #
-#    Each rank sends on the sum of two ranks' pieces, and the next rank adds its own piece.
+#    Each rank forwards the sum of two ranks' pieces, and the next rank adds its own piece.
 #
 # 4. ![Step 3: rank 0 sends piece 1 to rank 1, rank 1 sends piece 2 to rank 2, rank 2 sends piece 3 to rank 3, rank 3 sends piece 0 to rank 0. Each sent piece is added to the receiver's piece, now the sum over all four ranks.](../figures/steps/collectives_4.svg)
 #
@@ -373,7 +373,7 @@ show.source(collectives.broadcast)
 #
 # 6. ![Step 5: rank 0 sends piece 3 to rank 1, rank 1 sends piece 0 to rank 2, rank 2 sends piece 1 to rank 3, rank 3 sends piece 2 to rank 0. Each sent piece is complete and replaces the receiver's: every rank now has three.](../figures/steps/collectives_6.svg)
 #
-#    Each rank sends on the piece that has just arrived.
+#    Each rank forwards the piece that has just arrived.
 #
 # 7. ![Step 6: rank 0 sends piece 2 to rank 1, rank 1 sends piece 3 to rank 2, rank 2 sends piece 0 to rank 3, rank 3 sends piece 1 to rank 0. Each sent piece is complete and replaces the receiver's: every rank now has all four.](../figures/steps/collectives_7.svg)
 #
@@ -956,7 +956,7 @@ show.figure(
 # The naive way looks best at the left end: its messages overlap, so it waits for two latencies only.
 # This holds on a long-distance link. Within one machine, latency is mostly processor time per message, and rank 0 handles its $2(N-1)$ messages one after another.
 #
-# On a real cluster, with 10 µs and 25 GB/s, latency is 500 times and the time per byte 250 times shorter: $\alpha/\beta$ is 250 kB, and the crossing is at half the size.
+# Compared with the slow link, a real cluster (10 µs, 25 GB/s) has 1/500 of the latency and 1/250 of the time per byte: $\alpha/\beta$ is 250 kB, and the crossing is halved.
 # The crossing moves up with the number of ranks, because the ring's latencies grow with $N$ and the tree's with $\log_2 N$.
 # The table has predictions for such a cluster. At 1 MB the number of ranks decides whether tree or ring is faster.
 
@@ -1027,7 +1027,7 @@ show.table(rows, ["collective", "ours (ms)", "torch with gloo (ms)", "ours / tor
 
 # %% [markdown]
 # These are times of copies within one machine, possibly with more ranks than cores, and say nothing about a network.
-# They show that for large messages a Python loop is nearly as fast as a C++ library, and that gloo's reduce-scatter pays for the unneeded all-gather.
+# They show that for large messages a Python loop is nearly as fast as a C++ library, and that gloo's reduce-scatter is slow because it runs an all-reduce.
 #
 # The same calls in PyTorch:
 #

@@ -188,7 +188,7 @@ print(
 # - *Overlap.* Nothing is sent while a rank computes, and a rank computes nothing while it waits ([measured below](#context-seconds)).
 # - *The causal mask*, under which ranks have unequal work ([measured below](#context-work)).
 #
-# `context_parallel.ring_attention` has all four. The table compares the first two on four ranks.
+# `context_parallel.ring_attention` solves all four. The table compares the first two on four ranks.
 
 # %% tags=["hide-input"]
 # Table: peak memory and the keys' gradient, in the plain ring and the module's
@@ -242,7 +242,7 @@ show.source(cp.merge_attention)
 
 # %% [markdown]
 # In forward, `send_kv` comes *before* the blocks and `wait` after them: messages are sent during the computation.
-# `ring.run_turn` yields a turn's blocks: a slice of the rank's queries, a slice of its current keys, and whether the block is masked causally. Without a mask a block is all queries and all keys. `block_attention` is a fused kernel that also returns the logarithms $\ell$ ([kernel.py](../code/shardlab/context_parallel/kernel.py)).
+# `ring.run_turn` yields a turn's blocks: a slice of the rank's queries, a slice of its current keys, and a flag for the causal mask. Without a mask, the only block is all queries and all keys. `block_attention` is a fused kernel that also returns the logarithms $\ell$ ([kernel.py](../code/shardlab/context_parallel/kernel.py)).
 
 # %%
 show.source(cp.ring_attention, cp.core._RingAttention.forward)
@@ -412,7 +412,7 @@ for N in (2, 4):
     print(f"{N} ranks: largest difference {off:.0e}; all-to-alls: plain 4, module 2")
 
 # %% [markdown]
-# Without a zig-zag, every rank has equal work. But there must be at least one head for each rank.
+# Even without a zig-zag, every rank has equal work. But there must be at least one head for each rank.
 #
 # ### All-to-all with a backward
 #
@@ -539,7 +539,7 @@ show.table(rows, head, caption="Largest differences from one process, float64")
 
 
 # %% [markdown]
-# The [tests](../tests/test_context_parallel.py) compare random shapes and 16-bit types as well, and [the contract table](../tests/rows.py) trains a GPT with tensor parallelism, a slow link and recomputation.
+# The [tests](../tests/test_context_parallel.py) compare random shapes and 16-bit types as well, and [other tests](../tests/rows.py) train a GPT with tensor parallelism, a slow link and recomputation.
 #
 # ## What it costs
 #
@@ -547,7 +547,7 @@ show.table(rows, head, caption="Largest differences from one process, float64")
 #
 # The formulas give the bytes that a rank sends for one layer. The batch has $b$ sequences; there are $a$ query heads and $K$ key-value heads, each of size $D = h/a$, where $h$ is the model's width; a number has $e$ bytes.
 #
-# - The ring sends keys and values $N-1$ times in forward and again in backward. Their gradients are sent $N$ times, the last time to the rank that owns them, in at least float32. With $e = 4$ that is $2bKD\frac{s}{N}\,e\,(3N-2)$ in all, which grows a little with $N$.
+# - The ring sends keys and values $N-1$ times in forward and again in backward. Their gradients, in float32 at least, are sent $N$ times, the last time to the rank that owns them. With $e = 4$ that is $2bKD\frac{s}{N}\,e\,(3N-2)$ in all, which grows a little with $N$.
 # - The all-to-all sends $\frac{N-1}{N}$ of queries, keys, values and output, in forward and in backward: $4b(a+K)D\frac{s}{N}\,e\,\frac{N-1}{N}$, which falls with $N$.
 
 # %%
@@ -762,7 +762,7 @@ show.figure(
 
 # %% [markdown]
 # Lines are predicted ([predict.py](../code/shardlab/context_parallel/predict.py)), dots measured. The kept bytes agree exactly: a quarter of one process's, in every layer.
-# The peak in backward is more than a quarter, because it includes message buffers, but only for one layer at a time. Both grow in proportion to the context.
+# The peak in backward is more than a quarter, because it includes one layer's message buffers. Kept bytes and peak grow in proportion to the context.
 #
 # `````{admonition} Checked: "with N times the ranks, N times the context for the same time"
 # :class: checked
@@ -792,7 +792,7 @@ fits = {
 print(fits)
 
 # %% tags=["hide-input"]
-# Compares the sentences below with the memory model
+# Checks the numbers in the text below with the memory model
 again = Layout(tp=8, sequence_parallel=True, recompute="full")
 assert fits[1] < 131_072 < fits[2]
 assert fits[1] > 2 * cp.find_max_context(LLAMA, 80e9, Layout(tp=8))
@@ -802,7 +802,7 @@ assert cp.find_max_context(LLAMA, 80e9, again) > 5 * fits[1]
 
 # %% [markdown]
 # Every doubling of ranks doubles the context: Llama's 131,072 tokens fit on two machines, but not on one.
-# Sequence parallelism more than doubles the context, and sends hardly more bytes. Recomputation multiplies the context by more than five again, for a third more arithmetic ([Memory](memory.md)). The largest tensor is then the logits: a rank's tokens times its part of the vocabulary, in float32.
+# Sequence parallelism more than doubles the context, and sends hardly more bytes. Recomputation then multiplies the context by more than five, for a third more arithmetic ([Memory](memory.md)). The largest tensor is then the logits: a rank's tokens times its part of the vocabulary, in float32.
 #
 # ## PyTorch's own: context_parallel
 #
@@ -867,7 +867,7 @@ except ranks.RankError as error:
 
 
 # %% [markdown]
-# In a real job, the first step hangs with all ranks at the same line; a rank that died or took another branch would be at another line.
+# In a real job, the first step hangs with all ranks at the same line; if a rank had died or taken another branch, the lines would differ.
 # With `isend` this hangs only with NCCL, so a test on CPU ranks does not find it. Always order messages by even and odd ranks, or send both in one batch.
 #
 # ### Wrong position ids on a shard
@@ -981,7 +981,7 @@ _ = ranks.run(lambda: find_refusal() if dist.get_rank() == 0 else None, 4, devic
 # | both of them | activations per rank fall with $1/N$, so twice the ranks fit twice the context | weights are not sharded: states are as large as before, unless [ZeRO](zero.md) shards them; work grows with the square of the context |
 #
 # Both can be combined: an all-to-all between the ranks of a machine, and a ring between machines.
-# Llama 3 405B was trained at 131,072 tokens on 8 tensor-parallel times 16 context-parallel ranks {cite}`dubey2024llama3` (section 3.3.2, Table 4): in a zig-zag, but with an all-gather of all keys and values in place of the ring. With few key-value heads, keys and values are small; an all-gather allows any mask.
+# Llama 3 405B was trained at 131,072 tokens on 8 tensor-parallel times 16 context-parallel ranks {cite}`dubey2024llama3` (section 3.3.2, Table 4): in a zig-zag, but with an all-gather of all keys and values in place of the ring. Few key-value heads keep this all-gather small, and it allows any mask.
 #
 # In a real job, three signs show a correct setup: the gradients of the query weights equal those of one process on one short sequence; activations fall with $1/N$; all ranks take equally long in attention.
 #
@@ -989,7 +989,7 @@ _ = ranks.run(lambda: find_refusal() if dist.get_rank() == 0 else None, 4, devic
 # :class: note
 #
 # Without GPUs this page compares both attentions with one process and counts their bytes; seconds are those of an emulated link.
-# With two GPUs it also runs PyTorch's own context parallelism, which needs their kernels, beside ours.
+# With two GPUs it also runs PyTorch's context parallelism, which needs GPU kernels, beside ours.
 # On GPUs you can also see whether NVLink is fast enough for a rank's number of tokens, and train on contexts as long as predicted.
 # ```
 #
@@ -1192,8 +1192,8 @@ check(my_ring)
 # ```
 #
 # A model keeps `kept` bytes of activations for each token and has `states` bytes of states on every rank; a rank has `memory_` bytes. There are `heads` query heads and `kv_heads` key-value heads.
-# Return `(ranks, way)` for one sequence of `seq` tokens: the fewest ranks of 1, 2, 4, …, 64 on which it fits when only the sequence is cut, or `None`.
-# The way is `"none"` on one rank. Otherwise it is `"all-to-all"` where the ranks divide both numbers of heads and it sends fewer bytes in *forward* than the ring; else `"ring"`.
+# Return `(ranks, way)` with the fewest of 1, 2, 4, …, 64 ranks on which one sequence of `seq` tokens fits when only the sequence is cut, or `None` if it never fits.
+# On one rank, `way` is `"none"`. On more ranks it is `"all-to-all"` if their number divides both numbers of heads and the all-to-all sends fewer bytes in *forward* than the ring; else `"ring"`.
 
 # %%
 def my_context(seq, kept, states, memory_, heads, kv_heads):
@@ -1247,6 +1247,6 @@ check(my_context)
 #
 # - {cite:t}`liu2023ring`: ring attention; section 3 says when computation hides the messages.
 # - {cite:t}`brandon2023striped`: the unequal work of a causal ring, and another layout that balances it.
-# - {cite:t}`jacobs2023ulysses`: the exchange of tokens for heads, whose bytes fall with the ranks.
+# - {cite:t}`jacobs2023ulysses`: the exchange of tokens for heads, which sends less on more ranks.
 # - {cite:t}`milakov2018softmax`: softmax in one pass, the basis of the merge.
 # - {cite:t}`dao2022flashattention`: the same merge inside one GPU, block by block from its memory.

@@ -20,7 +20,7 @@
 #
 # - train one model on many ranks, and prove that the result is that of one process;
 # - build your own `DistributedDataParallel` in three steps, and say what each step saves;
-# - predict a step's bytes, messages, memory and time, and the number of ranks beyond which more do not help;
+# - predict a step's bytes, messages, memory and time, and the number of ranks beyond which more ranks do not help;
 # - recognise common mistakes by their symptoms.
 #
 # You need one thing from [Collectives](collectives.md): the all-reduce.
@@ -316,10 +316,10 @@ show.source(DataParallel._on_grad_ready, DataParallel._finalize_backward)
 #
 # All three steps must give the result of one process. One process can compute it in two ways:
 #
-# - *share by share*: it computes the gradients of one rank's share after another, divides each by $N$ and adds them up: the same arithmetic in the same order.
+# - *share by share*: it computes the gradients of one rank's share after another, divides each by $N$ and adds them up, as the ranks do.
 # - *joined*: it computes the whole batch at once: the same mathematics, but matrix products over more rows add up their terms in another order.
 #
-# The table compares `DataParallel` with both, and with PyTorch's `DistributedDataParallel` (DDP), over five AdamW steps, also with a short batch on one rank. The same arithmetic in the same order gives exactly 0. All other differences are rounding.
+# The table compares `DataParallel` with both, and with PyTorch's `DistributedDataParallel` (DDP), over five AdamW steps, also with a short batch on one rank. Sums in the same order are exactly equal. All other differences are rounding.
 
 # %% tags=["hide-input"]
 # Compares gradients and weights with one process and torch's DDP
@@ -376,8 +376,8 @@ for sizes in ([4], [4, 4], [4, 4, 4, 4], [4, 4, 4, 1]):
             assert found[0] == 0.0
         cells = [f"{value:.0e}" if value else "0" for value in found]
         rows.append((len(sizes), " + ".join(map(str, sizes)), str(dtype)[6:], *cells))
-head = ["ranks", "windows on each", "type", "gradients: from torch DDP's"]
-head += ["from share by share", "from joined", "weights: from joined"]
+head = ["ranks", "windows on each", "type", "gradients: ours − torch DDP"]
+head += ["gradients: ours − share by share", "gradients: ours − joined", "weights: ours − joined"]
 show.table(rows, head, caption="Largest differences over five steps")
 
 
@@ -390,7 +390,7 @@ show.table(rows, head, caption="Largest differences over five steps")
 # On four ranks, a ring begins the sum of each piece of the buffer at a different rank.
 # Over thousands of steps such differences grow until the last digits of the losses differ, as they do between two runs on one GPU with different kernels.
 # Such differences between runs are normal. Weights that differ between *ranks of one run* are an error.
-# How far rounding moves a tensor of *your* model can be measured: [Parity](parity.md#rule-1-rounding-is-measured).
+# [Parity](parity.md#rule-1-rounding-is-measured) measures how far rounding moves a tensor of *your* model.
 #
 # The [tests](../tests/test_data_parallel.py) make the same comparison with tied weights, a frozen layer, a layer that only some ranks use, a buffer, accumulation, and groups of some ranks.
 #
@@ -426,8 +426,8 @@ assert abs(found["AdamW"][1] / found["AdamW"][0] - 1) < 0.01
 rows = [(k, f"{a:.5f}", f"{b:.5f}", f"{b / a:.2f}") for k, (a, b) in found.items()]
 head = [
     "optimizer",
-    "a weight moves by up to: average",
-    "sum over 4 ranks",
+    "largest change of a weight: average",
+    "largest change of a weight: sum over 4 ranks",
     "ratio",
 ]
 show.table(rows, head)
@@ -516,7 +516,7 @@ for way in ("average_gradients", "average_in_buckets", "DataParallel"):
 head = [
     "way",
     "messages",
-    "handed over (MB)",
+    "handed to all-reduce (MB)",
     "predicted, sent per rank (MB)",
     "measured (MB)",
 ]
@@ -1007,7 +1007,7 @@ print("in one process, from the file: loss", round(value, 1))
 
 
 # %% [markdown]
-# Here a single process without ranks has loaded the file.
+# The last line shows that one process without ranks can load the file.
 #
 # ## What goes wrong
 #
@@ -1087,7 +1087,7 @@ naive, right = (ranks.run(short_batch, 4, joined)[0] for joined in (False, True)
 assert naive > 0.05 and right < 1e-5  # float32 has seven digits
 print(f"average of the ranks' means: the gradient is off by {100 * naive:.0f} %")
 print(f"scale_for_global_mean:       off by less than {1e-3} %")
-print(f"weight of the lone window:   {1 / 4:.3f} instead of {1 / 19:.3f}")
+print(f"weight of rank 3's only window:   {1 / 4:.3f} instead of {1 / 19:.3f}")
 
 # %% [markdown]
 # With language models this happens in every step: padding and packing give every rank a different number of *tokens*.
@@ -1153,7 +1153,7 @@ print(
 # ### Choosing the GPU by `RANK`: an error on the second node
 #
 # `RANK` counts over all nodes; `LOCAL_RANK` and the GPUs' numbers count within a node.
-# Which ranks work on two nodes with four GPUs each?
+# Two nodes have four GPUs each: on which ranks does `cuda:RANK` exist?
 
 # %% tags=["hide-input"]
 # Table: the device by RANK and by LOCAL_RANK
@@ -1188,7 +1188,7 @@ def drift_with(wrap):
 
 
 # %% tags=["hide-input"]
-# Drift after three steps without the wrapper, torch's and ours
+# Drift after three steps that call model.module: torch's wrapper and ours
 torchs = ranks.run(drift_with, 2, DistributedDataParallel)[0]
 ours = ranks.run(drift_with, 2, lambda model: DataParallel(model, dist.group.WORLD))[0]
 assert torchs > 1e-3 and ours == 0.0  # a step of AdamW is about 1e-3
@@ -1257,7 +1257,7 @@ assert ranks.run(different_models, 2) == ["refused", "refused"]
 # :class: checked
 #
 # It cannot, as the skipped bucket above shows; it must take part with zeros.
-# The zeros count in the average: if one of two ranks used a layer, both get *half* of that rank's gradient. Half is right: it is the gradient of the joined mean.
+# The zeros count in the average: if one of two ranks used a layer, both get *half* of that rank's gradient. Half is right for the mean over both ranks' samples.
 # A [test](../tests/rows.py) compares this average with one process.
 # ````
 #
@@ -1402,7 +1402,7 @@ check(my_exact_average)
 # ```
 #
 # `DataParallel` averages gradients over the ranks. Return a loss for this rank such that the averaged gradient is the gradient of the mean over *all* samples of all ranks.
-# `loss_sum` is the sum over this rank's `samples` samples.
+# `loss_sum` is the sum of this rank's losses, `samples` their number.
 
 # %%
 def my_joined_loss(loss_sum, samples, group):
@@ -1483,7 +1483,7 @@ check(my_accumulate)
 # :label: ex-data-parallel-micro-batches
 # ```
 #
-# On `n` ranks a ring all-reduces `size` bytes of gradients over links of `bandwidth` bytes per second. A micro-batch takes `forward` and `backward` seconds, and fills the memory. All but the last micro-batch of a step run inside `no_sync()`; the last backward overlaps the all-reduce for as long as it runs.
+# On `n` ranks a ring all-reduces `size` bytes of gradients over links of `bandwidth` bytes per second. A micro-batch takes `forward` and `backward` seconds, and fills the memory. All but the last micro-batch of a step run inside `no_sync()`; the all-reduce begins with the last backward, and overlaps it.
 # Return the smallest number of micro-batches with which ranks wait for at most `fraction` of the step. Ignore latency, and the time until the first bucket is full.
 
 # %%

@@ -175,7 +175,7 @@ print("one process: " + ", ".join(f"{value:.4f}" for value in LOSSES))
 # With DeepSpeed a dictionary chooses among them {cite}`rasley2020deepspeed`. This lesson explains the dictionary.
 #
 # From here on the page uses the course's [wrappers](#the-module-wrappers-around-deepspeeds-calls) `de.initialize` and `de.step`.
-# `de.initialize` calls DeepSpeed's; it also chooses the device, checks the number of ranks, and keeps DeepSpeed from printing. `de.step` is the loop above, over the micro-batches of one optimizer step.
+# `de.initialize` calls DeepSpeed's `initialize`, chooses the device, checks the number of ranks, and keeps DeepSpeed from printing. `de.step` makes the three calls above for each micro-batch of one optimizer step.
 #
 # ## The configuration, line by line
 #
@@ -351,7 +351,7 @@ show.check_timing(
 )
 head = ["configuration", "losses differ by", "weights differ by", "ms per step"]
 show.table(
-    rows, head, caption="DeepSpeed on two CPU ranks, from one process in float32"
+    rows, head, caption="DeepSpeed on two CPU ranks: differences from one process in float32"
 )
 
 
@@ -423,7 +423,7 @@ for (name, predicted), most in held.items():
     rows.append(
         (name, *(f"{n / 1e6:,.1f}" for n in (predicted, most, most - predicted)))
     )
-head = ["stage, bucket (numbers)", "predicted buckets (MB)", "measured, all (MB)"]
+head = ["stage, bucket (elements)", "predicted buckets (MB)", "measured, all (MB)"]
 show.table(rows, [*head, "the rest: states, activations (MB)"])
 
 # %% [markdown]
@@ -483,7 +483,7 @@ show.table(rows, ["asked for", "saved for backward (kB)", "loss after one step"]
 
 
 # %% [markdown]
-# With the call, only each block's input is still saved, and the activations outside the blocks. The loss is the same: recomputation repeats the same arithmetic.
+# With the call, only each block's input and the activations outside the blocks are saved. The loss is the same: recomputation repeats the same arithmetic.
 # Hugging Face models have their own method, `model.gradient_checkpointing_enable()`. It uses torch's recomputation, so DeepSpeed's section has no effect.
 #
 # ## Tensor and pipeline parallelism in DeepSpeed
@@ -549,7 +549,7 @@ show.table(rows, head, caption=f"Whole model: {full:,} parameters, ffn.up (256, 
 #
 # This is wrong with automatic tensor parallelism. Both runs above have four sequences in each step; the next cell prints the batch that the engine reports.
 # With tensor parallelism DeepSpeed 0.19.8 multiplies by *all* ranks, as if each had a copy. With the pipeline the reported batch is right.
-# Both train correctly. But a learning rate that you scale with `train_batch_size` is wrong, and a dictionary with all three numbers is accepted only if one of them is wrong. `de.build_config` leaves `train_batch_size` out when `tp`, the number of ranks of tensor parallelism, is above 1.
+# Both runs train correctly. But a learning rate that you scale with `train_batch_size` is wrong, and DeepSpeed refuses a dictionary whose three batch numbers are right. `de.build_config` leaves `train_batch_size` out when `tp`, the number of ranks of tensor parallelism, is above 1.
 # ````
 
 # %%
@@ -626,7 +626,7 @@ tokens, targets = joined_batch(3)
 value = loss(alone(tokens), targets).item()
 assert abs(value - LOSSES[3]) < 1e-5
 rows = []
-resumed = {"2, as it is": as_it_is} | {
+resumed = {"2, regular": as_it_is} | {
     f"{n}, universal": v for n, v in universal.items()
 }
 for name, losses in resumed.items():
@@ -635,7 +635,7 @@ for name, losses in resumed.items():
     rows.append((name, ", ".join(f"{v:.5f}" for v in losses), format_gap(gap)))
 print(f"plain model with the plain state dict, step 4: {value:.5f}")
 show.table(
-    rows, ["resumed on ranks", "losses of steps 4 and 5", "from the run that went on"]
+    rows, ["resumed on ranks", "losses of steps 4 and 5", "difference from the run that continued"]
 )
 
 
@@ -673,7 +673,7 @@ show.table(
 # %% [markdown]
 # The optimizer files are large: they hold master weights and AdamW's two moments, of which each rank has half.
 # At stage 3 the model files hold no weights at all.
-# DeepSpeed writes no manifest, and does not rename a finished folder. So a job that is killed while it saves leaves an incomplete folder ([Checkpoints](checkpoint.md)). The file `latest`, which is written last, still names the previous checkpoint.
+# DeepSpeed writes no manifest, and saves directly into the final folder. So a job that is killed while it saves leaves an incomplete folder ([Checkpoints](checkpoint.md)). The file `latest`, which is written last, still names the previous checkpoint.
 #
 # ## The module: wrappers around DeepSpeed's calls
 #
@@ -683,7 +683,7 @@ show.table(
 show.source(de.build_config)
 
 # %% [markdown]
-# `initialize` wraps DeepSpeed's call, and `step` is the loop of the plain script:
+# `initialize` wraps DeepSpeed's call, and `step` makes the plain script's three calls:
 
 # %%
 show.source(de.initialize, de.step)
@@ -699,7 +699,7 @@ show.source(de.load_checkpoint, de.to_universal)
 #
 # The lab's model, `lab.TINY`, is a Llama of Hugging Face's `transformers` with 3.1 million parameters ([counted below](#operations-predicted-and-counted)). Its weights are random, so nothing is downloaded.
 # `python -m shardlab.deepspeed_engine.lab --ranks 2` runs all eight configurations, each ZeRO stage among them; `--precision bf16` runs them with 16-bit weights.
-# Each configuration first generates text, greedily and with a cache, and then trains, from the same weights.
+# Each configuration starts from the same weights, generates text, greedily and with a cache, and then trains.
 # Times are the slowest rank's: the median of three generations, and the sum of the training steps after the first one.
 # This page compares four:
 #
@@ -779,7 +779,7 @@ print(
 )
 
 # %% [markdown]
-# Two columns, and two observations:
+# Two of the table's columns, and two observations:
 #
 # - **TFLOP/s** counts useful operations: 6 per parameter and token in training, 2 in inference, and those of attention. The formula is compared with torch's own counter below.
 # - **FLOP/byte** is the arithmetic intensity: operations per byte that is read from memory or written to it. The count includes weights at each pass, gradients, optimizer states, the cache, and with ZeRO-3 the gathered weights, but no activations. [The roofline](gemm.md#from-bytes-to-seconds-the-roofline) derives the attainable speed from it.
@@ -898,8 +898,8 @@ except ValueError as error:
 # %% [markdown]
 # With this file you meant to switch clipping off, but trained with 1.0.
 #
-# `de.check_config` also refuses configurations with which no engine starts: stage 1 or 2 without an optimizer, no batch size at all, `tp_size` for `autotp_size`.
-# It does not check the names of optimizers and schedulers. With ZeRO or 16 bits, DeepSpeed itself refuses the name of a torch scheduler, such as `CosineAnnealingLR`, which cannot take DeepSpeed's wrapped optimizer. Name a scheduler of DeepSpeed, such as `WarmupCosineLR`, or create torch's in the script and pass it to `initialize` as `lr_scheduler`.
+# `de.check_config` also refuses configurations with which no engine starts: stage 1 or 2 without an optimizer, no batch size at all, `tp_size` in place of `autotp_size`.
+# It does not check the names of optimizers and schedulers. With ZeRO or 16 bits DeepSpeed wraps the optimizer, and torch's schedulers do not accept the wrapper: so DeepSpeed refuses their names, such as `CosineAnnealingLR`. Name a scheduler of DeepSpeed, such as `WarmupCosineLR`, or create torch's in the script and pass it to `initialize` as `lr_scheduler`.
 # The course's tests give such configurations to `de.check_config` and to DeepSpeed's engine; both must accept, or both refuse.
 # Call `de.check_config` with `optimizer=True` if you pass `initialize` an optimizer beside the configuration. [Claims, judged](../book/claims.md) has examples from tutorials.
 #
@@ -1014,7 +1014,7 @@ except ValueError as error:
 # > DeepSpeedCPUAdam requires the cpu_adam op, which failed to build/load.
 #
 # Install `g++` and `ninja` in the image; or pass a torch optimizer, as this page does; or write `"torch_adam": true` beside the optimizer's parameters.
-# The optimizers differ in more than speed. By default torch's AdamW has a weight decay of 0.01, and DeepSpeed's of 0: write the number.
+# The optimizers differ in more than speed. The default weight decay is 0.01 in torch's AdamW and 0 in DeepSpeed's: write the number.
 #
 # ### Signs that a job is set up wrong
 #

@@ -22,7 +22,7 @@
 # - tell a lost node from a slow node, and the rank that failed first from the ranks that failed as a consequence;
 # - say how many seconds a lost rank, launcher or node costs, with PyTorch's launcher and with the one built here.
 #
-# Two nodes train a model, with two ranks each. On one of them somebody kills the launcher, but no rank.
+# Two nodes train a model, with two ranks each. On one node somebody kills the launcher, but not the ranks.
 # Under `torchrun` the ranks go on training, without a pause. Under the launcher built here training stops for ten seconds, and then goes on without that node.
 # You want the second behaviour. [A later table](#the-cost-of-a-fault-here-and-under-torchrun) has the numbers, and the text below it gives the reason.
 
@@ -87,7 +87,7 @@ codes = run_plain_agent([sys.executable, "-S", str(FOLDER / "stub.py")], 3)
 print("exit statuses:", codes)
 
 # %% tags=["hide-input"]
-# Checks that the launcher did not wait: ranks that sleep for a minute end with status 0
+# Checks that the launcher ended the sleeping ranks: they would end with status 0
 
 assert codes == [-15, 7, -15]
 
@@ -123,7 +123,7 @@ show.source(host.Report, host.Failure, core.AgentStore)
 
 # %% [markdown]
 # Reports also show that the agent still runs: the number `heartbeat` grows with each report. The host notes, by its own clock, when the number grew. So it never compares two nodes' clocks.
-# Every agent tries to listen at the store's address. Only the agent on the store's node succeeds, and becomes the host; no option is needed.
+# Every agent tries to listen at the store's address. Only the agent on the store's node succeeds and becomes the host: no option names it.
 #
 # From the reports the host decides the next order. It orders a start only after all ranks of the last round have ended, on all nodes.
 

@@ -111,7 +111,7 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# The papers state, in all and for a token, 46.7 and 12.9 billion parameters for Mixtral {cite}`jiang2024mixtral`, 671 and 37 for DeepSeek-V3 {cite}`deepseek2024v3`. (Of the 37.6 above, 0.9 are the embedding, of which a token reads one row.)
+# The papers state 46.7 billion parameters for Mixtral, of which a token uses 12.9 {cite}`jiang2024mixtral`, and 671 and 37 for DeepSeek-V3 {cite}`deepseek2024v3`. (Of the 37.6 above, 0.9 are the embedding, of which a token reads one row.)
 #
 # ## The mixture-of-experts layer
 #
@@ -255,7 +255,7 @@ show.source(experts.average_gradients)
 # ## Equal to one process
 #
 # After five steps with AdamW, on 1, 2 and 4 ranks and with copies of experts, the losses, the first step's gradients and the weights equal those of one process that has all experts.
-# The second shape is like DeepSeek's: scores by a sigmoid, three of eight experts for a token, one shared expert that takes every token, and a first layer without experts.
+# The table's second shape is like DeepSeek's: scores by a sigmoid, three of eight experts for a token, one shared expert that takes every token, and a first layer without experts.
 
 # %%
 def make_pair_groups():
@@ -315,7 +315,7 @@ for name, config in (("Mixtral's", SMALL), ("DeepSeek's", DEEPSEEK)):
             assert (
                 max(max_difference(gradients[n], first[n]) for n in gradients) < 1e-12
             )
-            # AdamW divides small ones by small ones.
+            # AdamW divides small numbers by small numbers.
             assert max(max_difference(found[n], want[n]) for n in want) < 1e-9
         rows.append((name, N, 2 if copied else 1, *["< 10⁻¹²"] * 2, "< 10⁻⁹"))
 head = [
@@ -372,7 +372,7 @@ print("2 x 2 ranks: every gradient is a part of one process's")
 # %% [markdown]
 # Each expert then ends with an all-reduce of its rows, and there are $k$ times as many rows as tokens.
 # Combine multiplies rows by scores and adds them up, so an all-reduce of the *combined* rows, one for each token, would give the same result.
-# Scores would then be multiplied by partial sums, so their gradient would need the sum over tensor-parallel ranks that [`copy_to`](tensor_parallel.md) computes in backward.
+# But scores would then multiply partial sums, so their gradients would have to be summed over tensor-parallel ranks, as [`copy_to`](tensor_parallel.md) does in backward.
 # Larger jobs do not shard single experts: they give each tensor-parallel rank whole experts of its own.
 #
 # ## Expert capacity and dropped tokens
@@ -457,7 +457,7 @@ print("dropless: logit change:", ranks.run(compare_prefixes, 1, None)[0] > 1e-6)
 print("capacity factor 1: logit change:", ranks.run(compare_prefixes, 1, 1.0)[0] > 1e-6)
 
 # %% tags=["hide-input"]
-# Checks both answers
+# Checks both printed results
 assert (
     ranks.run(compare_prefixes, 1, None)[0] < 1e-12
     and ranks.run(compare_prefixes, 1, 1.0)[0] > 1e-6
@@ -567,10 +567,10 @@ show.source(experts.update_bias)
 
 # %% [markdown]
 # The bias is updated once per step, from the choices of all micro-batches.
-# It stays in float32, whatever the model's dtype: in bfloat16 steps of 0.001 could not raise it above 0.5, where 0.001 is less than half the distance to the next number.
+# It stays in float32, whatever the model's dtype: a step of 0.001 could not raise a bfloat16 bias of 0.5, because 0.001 is less than half the distance to the next number.
 
 # %% tags=["hide-input"]
-# Checks how bfloat16 rounds such a step, and a bias
+# Checks that bfloat16 rounds this step away, and the bias stays in float32
 assert torch.tensor(0.5, dtype=torch.bfloat16) + 0.001 == 0.5
 assert router.Router(SMALL).bfloat16().bias_E.dtype == torch.float32
 
@@ -755,7 +755,7 @@ show.check_timing(
 show.check_timing(
     seconds[1] < 0.8 * seconds[0], "the other rank computes less than 80 % as long"
 )
-head = ["rows for rank 0", "rank 0 computes (ms)", "rank 1 (ms)", "one waits (ms)"]
+head = ["rows for rank 0", "rank 0 computes (ms)", "rank 1 (ms)", "one rank waits (ms)"]
 show.table(rows, [*head, "times as long as even, predicted", "measured"])
 
 
@@ -781,7 +781,7 @@ def measure_rate(rows_R):
 
 
 # %% tags=["hide-input", "measured"]
-# Draws what an expert's products reach, by rows
+# Draws the FLOP/s of an expert's products over the number of rows
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 # CPU: times are gloo's
 RATES = ranks.run(lambda: [measure_rate(n) for n in SIZES], 1, device="cpu")[0]
@@ -839,7 +839,7 @@ def deepspeed_layer(layer, group):
         network.load_state_dict(
             layer.experts[rank * E // group.size() + number].state_dict()
         )
-    return lambda x_BSH: theirs(x_BSH)[0]  # besides: its balancing loss, its counts
+    return lambda x_BSH: theirs(x_BSH)[0]  # it also returns its balancing loss and counts
 
 
 # %% tags=["hide-input"]
@@ -978,7 +978,7 @@ show.table(rows, [*head, "copies of an expert"])
 # AdamW divides by the gradient's size, so the error shows only when gradients are clipped by their norm, or with SGD.
 # Averaged over all ranks, the gradients of *different* experts are added up.
 # The symptom: experts' gradients have the same norm on every rank, to the last bit.
-# Not averaged, the copies of an expert become different.
+# Without averaging, the copies of an expert become different.
 #
 # ### A rank without tokens skips the exchange
 #
@@ -1275,7 +1275,10 @@ check(my_balancing)
 # :label: ex-experts-ranks
 # ```
 #
-# Return the smallest number of ranks to share the experts of `config`: it divides `config.experts`; the model states of a rank, 16 bytes for each of `experts.count_held_parameters(config, ranks)`, take at most `limit` bytes; and each expert gets `rows` rows or more, where each rank brings `tokens` tokens and choices are even. Return `None` if there is no such number.
+# Return the smallest number of ranks that can share the experts of `config`, or `None` if there is none.
+# The number divides `config.experts`.
+# A rank's model states, 16 bytes for each of `experts.count_held_parameters(config, ranks)`, take at most `limit` bytes.
+# Each expert gets at least `rows` rows if each rank brings `tokens` tokens and choices are even.
 
 # %%
 def my_expert_ranks(config, tokens, limit, rows):

@@ -202,8 +202,7 @@ assert max(map(max, off)) == 0
 #
 # The plain versions leave out two things.
 # First, sizes that the number of ranks does not divide: the collectives need equal shards.
-# Second, a $C$ that stays sharded.
-# Then nothing is sent by rows and columns, and by the inner dimension a reduce-scatter is enough, which sends half as many bytes ([measured below](#gemm-bytes)).
+# Second, a $C$ that stays sharded: then rows and columns send nothing, and the inner dimension needs only a reduce-scatter, which sends half as many bytes ([measured below](#gemm-bytes)).
 #
 # ## The core: sizes that do not divide, and a result that stays cut
 #
@@ -270,7 +269,7 @@ for (name, (way, full)), peak in zip(PEAK_CASES.items(), measured, strict=True):
     fits = "yes" if cost.peak_bytes <= BUDGET else "no"
     rows.append((name, *parts, f"{peak / 1e6:.2f}", peak - cost.peak_bytes, fits))
 head = ["way", "A (MB)", "B (MB)", "C (MB)", "held, predicted (MB)", "measured (MB)"]
-show.table(rows, [*head, "difference (B)", "fits in 40 MB"])
+show.table(rows, [*head, "difference (bytes)", "fits in 40 MB"])
 
 
 # %% [markdown]
@@ -287,7 +286,7 @@ show.table(rows, [*head, "difference (B)", "fits in 40 MB"])
 #
 # With many ranks the whole factor takes most of the memory.
 # On a grid of ranks every matrix is sharded by rows and columns, and each rank has one block of each matrix.
-# To multiply, ranks broadcast their blocks in their row or column of the grid {cite}`vandegeijn1997summa`.
+# To multiply, ranks broadcast blocks of $A$ along grid rows, blocks of $B$ along grid columns {cite}`vandegeijn1997summa`.
 #
 # ![SUMMA on a grid of two by two ranks; each rank holds one block of A, of B and of C. Step 1: ranks 0 and 2 broadcast their block of A along their row of the grid, ranks 0 and 1 their block of B along their column; every rank adds the product of these two blocks to its block of C. Step 2: the same with the blocks of A of ranks 1 and 3, and the blocks of B of ranks 2 and 3.](../figures/gemm_summa.svg)
 #
@@ -324,7 +323,7 @@ assert max(off) == 0
 # This loop sends a block of $A$, then one of $B$, waits for both before it multiplies, and holds copies of two whole blocks.
 # This lesson's module, the core, cuts blocks into *panels*: some columns of $A$, and the rows of $B$ with the same numbers.
 # It broadcasts the next panels while it multiplies the current ones.
-# Panels end where a block of $A$ or of $B$ ends, so the grid need not be square, nor divide the sizes.
+# Panels end where a block of $A$ or $B$ ends, so the core works for any grid and any sizes.
 
 # %%
 show.source(gemm.Grid, gemm.split_panels, gemm.multiply_summa, fold=70)
@@ -334,7 +333,7 @@ show.source(gemm.Grid, gemm.split_panels, gemm.multiply_summa, fold=70)
 # The table compares the loop with the core on a 2 × 2 grid with links of 40 MB/s; the core's panels are 64 wide.
 
 # %% tags=["hide-input", "measured"]
-# Measures the plain SUMMA and the core's: bytes held, and seconds
+# Measures bytes held and seconds of the plain SUMMA and of the core's
 def compare_with_core():
     group, side = dist.group.WORLD, 1024
     grid = gemm.create_grid(group, 2, 2, lambda one: link.create_slow_group(2e-4, 40e6, one))
@@ -367,7 +366,7 @@ show.table(rows, ["SUMMA", "held by a rank (MB)", "time (ms)"])
 # %% [markdown]
 # ## Every way computes the result of one process
 #
-# The table has the largest differences between every way, on 1 to 4 ranks, and one process, with sizes that the ranks do not divide.
+# The table compares each way on 1 to 4 ranks with one process, for sizes that the ranks do not divide: *off by* is the largest difference.
 # Each entry of $C$ is a sum of $K$ products, and each addition rounds its result, with a relative error of at most $u$: $2^{-24}$ in float32, $2^{-53}$ in float64.
 # So the results of two orders of addition differ by at most $2 K u\,(|A|\,|B|)$, the tolerance (*allowed*).
 
@@ -439,11 +438,11 @@ show.table(rows, ["way", *head])
 # ### Bytes sent
 #
 # Let $S_C = MN \cdot$ itemsize.
-# By the formulas of [Collectives](collectives.md), a rank sends or receives
+# By the formulas of [Collectives](collectives.md), a rank
 #
-# - by rows or columns: nothing, or $\frac{t-1}{t} S_C$ if all ranks need $C$;
-# - by the inner dimension: $\frac{t-1}{t} S_C$ if $C$ may stay sharded, twice as much if all ranks need $C$;
-# - on a grid of $p \times q$: it receives $\frac{q-1}{q}$ of its rows of $A$ and $\frac{p-1}{p}$ of its columns of $B$.
+# - by rows or columns sends nothing, or $\frac{t-1}{t} S_C$ if all ranks need $C$;
+# - by the inner dimension sends $\frac{t-1}{t} S_C$ if $C$ may stay sharded, twice as much if all ranks need $C$;
+# - on a grid of $p \times q$ receives $\frac{q-1}{q}$ of its rows of $A$ and $\frac{p-1}{p}$ of its columns of $B$.
 #
 # Our reduce-scatter is an `all_to_all_single` and a sum in rank order. It sends as many bytes as the formula says, and gives the same bits each time.
 # The table compares the formulas with two counts: the bytes of each collective, which must be equal, and the bytes that the loopback interface transmitted, with headers.
@@ -598,7 +597,7 @@ show.table(rows, ["ranks", *head, "inner, α = 10 µs (side)"])
 # %% [markdown]
 # The next cell measures this machine, with two ranks, one core each, and an emulated link of 400 MB/s between them.
 # `gemm.measure_machine` finds operations per second, latency and bandwidth. From these, `gemm.find_break_even_side` predicts the *crossing*: the side at which one rank and two take equally long.
-# Then the cell measures both at half of the predicted side, at twice this side, and in between.
+# Then the cell times one rank and two for sides from half to twice the crossing.
 
 # %%
 def time_one_and_two():
@@ -617,7 +616,7 @@ def time_one_and_two():
 
 # %% [markdown]
 # A link of 400 MB/s is slow, but a CPU core is slow, too: only their ratio matters.
-# All times, the calibration's included, are the fastest of several runs, because other work on the machine only adds time.
+# All times, also those in `measure_machine`, are the fastest of several runs, because other work on the machine only adds time.
 
 # %% tags=["hide-input", "measured"]
 # Measures and plots the size at which one rank and two take equally long
@@ -662,7 +661,7 @@ show.figure(
 )
 
 # %% [markdown]
-# The measured crossing lies between two measured sides, and moves by some tens of percent from run to run: the two lines cross at a small angle, so a few percent of time move the crossing by many rows.
+# The measured crossing lies between two measured sides, and moves by some tens of percent from run to run: the two lines cross at a small angle, so timing differences of a few percent move the crossing by many rows.
 #
 # (gemm-roofline)=
 # ## From bytes to seconds: the roofline
@@ -677,7 +676,7 @@ show.figure(
 # \min(\text{machine's FLOP/s},\; \text{intensity} \times \text{machine's bytes/s})
 # $$
 #
-# Plotted over the intensity, this bound looks like a roof {cite}`williams2009roofline`. Left of the ridge, memory is the limit; right of the ridge, arithmetic.
+# Plotted over the intensity, this bound looks like a roof {cite}`williams2009roofline`: it rises to the *ridge* (memory is the limit), then is flat (arithmetic is the limit).
 # The next cell lists five operations of training, with their FLOP and the fewest bytes that they must move.
 
 # %%
@@ -797,7 +796,7 @@ head = [
     "FLOP per byte",
     "reachable (GFLOP/s)",
     "measured (GFLOP/s)",
-    "of t = 1",
+    "speed, relative to t = 1",
 ]
 show.table(rows, head)
 
@@ -870,7 +869,7 @@ show.table(rows, ["way", "A", "B", "A @ B", "sent by @", "sent by full_tensor()"
 # On a grid, DTensor gathers a row of $A$'s blocks and a column of $B$'s blocks at once; SUMMA broadcasts panels.
 # PyTorch's tensor parallelism uses these placements.
 #
-# DTensor itself takes time: for the table, DTensor and our module in turn multiply by rows and gather $C$ on two ranks.
+# DTensor itself takes time: for the table, DTensor and our module alternately multiply by rows and gather $C$ on two ranks.
 
 # %% tags=["hide-input", "measured"]
 # Measures DTensor and our module, for small and for large matrices
@@ -986,7 +985,7 @@ show.table(rows, ["ranks", *head], caption="Relative error of a product in bfloa
 #
 # | way | advantages | disadvantages |
 # |---|---|---|
-# | rows | nothing to send if $C$ may stay sharded | all of $B$ on every rank; shards thin in $M$ |
+# | rows | nothing to send if $C$ may stay sharded | all of $B$ on every rank; shards with few rows |
 # | columns | nothing to send if $C$ may stay sharded; its result is sharded like the input of *inner* | all of $A$ on every rank |
 # | inner | neither factor whole; its input is sharded like the result of *columns* | a partial sum as large as $C$ on every rank; a sum in every product |
 # | grid | no matrix whole; received bytes fall with $\sqrt t$ | more and smaller messages; $t$ must be $p \cdot q$ |
@@ -1093,7 +1092,7 @@ check(my_backward_of_columns)
 # :class: dropdown
 # ```
 #
-# $N$, the sharded dimension of $C$, is the inner dimension of $A$'s gradient, which is thus a product by the inner dimension.
+# $A$'s gradient sums over $N$, the sharded dimension of $C$, so it is a product by the inner dimension.
 # $B$'s gradient is again a product by columns.
 
 # %%
@@ -1196,7 +1195,7 @@ check(my_two_products)
 #
 # `a_mK` has this rank's rows of $A$, `b_kN` this rank's rows of $B$; $t$ divides $K$. Return this rank's rows of $C$.
 # No rank may hold all of $B$: pass the shards around a ring.
-# `ranks.exchange(outgoing, to, incoming, source, group)` starts to send and receive in one batch, and returns immediately; `.wait()` waits. (A ring in which all ranks send first and then receive hangs with NCCL: [Collectives](collectives.md#deadlock-in-a-ring-who-sends-first) says why.)
+# `ranks.exchange(outgoing, to, incoming, source, group)` starts to send and receive in one batch; `.wait()` on its result waits. (A ring in which all ranks send first and then receive hangs with NCCL: [Collectives](collectives.md#deadlock-in-a-ring-who-sends-first) says why.)
 
 # %%
 def my_ring_product(a_mK, b_kN, group):
@@ -1245,7 +1244,7 @@ check(my_ring_product)
 # :label: ex-gemm-way
 # ```
 #
-# Return `"rows"`, `"columns"` or `"inner"`: the way in which the fullest rank holds the fewest entries, summed over its shards of $A$ and $B$ and its own product.
+# A rank holds its shards of $A$ and $B$ and its own product. Return the way in which the fullest rank holds the fewest entries: `"rows"`, `"columns"` or `"inner"`.
 # The ranks need not divide the sizes; $C$ is neither gathered nor reduced.
 
 # %%

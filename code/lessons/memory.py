@@ -193,7 +193,7 @@ print(textwrap.fill(catch_refusal(size, "cuda" if GPU else "cpu"), 90))
 #
 # ## A plain count of a step's bytes
 #
-# All of them except temporary tensors can be counted directly.
+# All five kinds except temporary tensors can be counted directly.
 # The model and its optimizer list weights, gradients and moments.
 # Activations are in no list, but autograd passes each tensor that it keeps to a hook.
 
@@ -253,7 +253,7 @@ print(f"together: {counted + activations:,}; the step's peak: {most:,} bytes")
 # The parts are right to the byte, but the peak is not their sum: the plain count does not know which tensors exist at the same time.
 # The step reaches its peak where backward begins.
 # There, two temporary tensors of the logits' size are held in addition to the activations.
-# The gradients do not exist yet, but they are smaller than these two.
+# These two are larger than the gradients, which do not exist yet.
 # The plain count also needs a machine on which the model fits.
 # The rest of this lesson predicts each part, and the peak.
 #
@@ -352,7 +352,7 @@ print("16, 18, 18 and 20 bytes a parameter: shardlab.memory counts the same")
 # A GB is $10^9$ bytes, a GiB is $2^{30}$, 7.4 % more.
 # `nvidia-smi`, PyTorch's messages and DeepSpeed's estimator divide by powers of two, and the estimator labels the result "GB".
 # Papers mostly divide by powers of ten.
-# The "GB" on a GPU's label often means GiB. 128.5 GB are 119.7 GiB: if you mistake one unit for the other, the error is more than half of Llama 3 8B's weights.
+# The "GB" on a GPU's label often means GiB. Llama 3 8B's states are 128.5 GB, or 119.7 GiB: confusing the units is an error of more than half the weights' size.
 # This course never mixes them, and `memory.format_bytes` takes the unit as an argument.
 # ````
 #
@@ -562,11 +562,11 @@ show.table(rows, head, caption="One step on the CPU, batch of 2 sequences")
 
 
 # %% [markdown]
-# The picture shows the same step, with one column for each tensor allocated or freed, and a step with [recomputation](#memory-recompute).
+# The picture shows the same step, and one with [recomputation](#memory-recompute); its horizontal axis counts allocations and frees of tensors.
 
 # %%
 def recompute_blocks(job):
-    """The same job, each block's forward run again in backward."""
+    """Make backward run each block's forward again; return the job."""
     for block in job[0].blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     return job
@@ -640,7 +640,7 @@ if not GPU:
 #
 # ```{predict}
 # :row: 2
-# :column: of the row above
+# :column: share of the row above
 #
 # The batch is halved from four sequences to two. What share of the peak remains, as a number between 0 and 1?
 # ```
@@ -657,7 +657,7 @@ for batch in (4, 2, 1):
         (batch, f"{states / MB:.1f}", f"{kept / MB:.1f}", f"{peak / MB:.1f}", ratio)
     )
     last = peak
-head = ["sequences", "states (MB)", "activations (MB)", "peak (MB)", "of the row above"]
+head = ["sequences", "states (MB)", "activations (MB)", "peak (MB)", "share of the row above"]
 show.table(rows, head)
 
 
@@ -753,7 +753,7 @@ assert all(map(torch.equal, kept, again))
 # *Selective* recomputation recomputes only attention.
 # If the attention matrix is kept, attention takes most of the memory but little of the arithmetic: GPT-3 needs 70 % less memory for 2.7 % more arithmetic {cite}`korthikanti2022recomputation`.
 # Fused attention kernels always recompute the matrix.
-# The outputs of LayerNorms and nonlinearities, too, are large to keep and cheap to recompute; `recompute="norms+ffn"` counts the activations kept without them.
+# The outputs of LayerNorms and nonlinearities, too, are large to keep and cheap to recompute; with `recompute="norms+ffn"` the prediction leaves them out.
 #
 # ## Memory on many GPUs, simulated on fake tensors
 #
@@ -852,8 +852,8 @@ rows = []
 for words, shared in {
     "copies": Layout(dp=64),
     "experts shared by 8": Layout(dp=64, ep=8),
-    "and ZeRO-1": Layout(dp=64, ep=8, zero=1),
-    "and ZeRO-3": Layout(dp=64, ep=8, zero=3),
+    "experts shared by 8, ZeRO-1": Layout(dp=64, ep=8, zero=1),
+    "experts shared by 8, ZeRO-3": Layout(dp=64, ep=8, zero=3),
 }.items():
     held = memory.estimate_structure(qwen, shared, seq=4096)
     sizes = (held.parameters, held.gradients, held.optimizer, held.activations)
@@ -930,9 +930,9 @@ head = ["T5-3B on 8 GPUs", "printed (GiB, labelled GB)", "its formula (GiB)"]
 show.table(rows, [*head, "shardlab.memory (GiB)"])
 
 # %% [markdown]
-# For stage 2 the estimator and our count differ: in the paper gradients are sharded; the estimator counts all gradients on every GPU, and $16/d$ bytes per parameter of optimizer states on $d$ GPUs.
+# For stage 2 the estimator and our count differ: our count shards gradients, as ZeRO's paper does; the estimator counts all gradients on every GPU, and optimizer states of $16/d$ bytes per parameter on $d$ GPUs.
 # So find out which tensors an estimate counts before you use it.
-# None of these counts activations.
+# None of the columns includes activations.
 #
 # (memory-wrong)=
 # ## What goes wrong
@@ -1387,7 +1387,7 @@ check(my_micro_batch)
 # :class: dropdown
 # ```
 #
-# From the second micro-batch on, gradients are already in memory, so a step of six sequences needs less than a micro-batch of six in a larger step.
+# From the second micro-batch on, gradients are already in memory, so six sequences need less as a whole step than as one of several micro-batches.
 
 # %%
 def my_micro_batch(config, batch, limit):

@@ -332,7 +332,7 @@ show.source(
 
 # %% [markdown]
 # A step sums gradients first within the layers, then between stages, then over the replicas.
-# No group repeats the sum of another group.
+# No gradient is added twice.
 
 # %% tags=["hide-input"]
 # Shows a step
@@ -382,7 +382,7 @@ show.table(rows, head)
 #
 # ## Clipping, tied embeddings, LayerNorms and dropout on a mesh
 #
-# Code for these that is right with one kind of parallelism is wrong as soon as another kind is added.
+# For all four, code that is right with one kind of parallelism is wrong as soon as another kind is added.
 #
 # ### The gradient norm: count every element once
 #
@@ -447,7 +447,7 @@ show.table(rows, ["who adds up what", "gradient norm"])
 #
 # - *twins are not summed*: the two gradients of the tied embedding, on the first and the last stage, are not added up;
 # - *norms are not summed*: the gradients of LayerNorms and late biases include only a $t$-th of the tokens;
-# - *copies weigh the same*: the average over replicas ignores that one replica has three sequences and the other one.
+# - *copies weigh the same*: the average over replicas ignores that one replica has three sequences and the other just one.
 
 # %%
 def run_faulty_step(fault, sizes=(3, 1)):
@@ -530,7 +530,7 @@ show.table(rows, ["seeds", "alike in a tensor group", "alike in two copies"])
 #
 # ### Bytes that a rank holds and sends
 #
-# For the ranks of one replica of the 2 × 2 × 2 job, the table compares the predictions of `mesh.predict` with the bytes held, and sent in a step.
+# The table compares the predictions of `mesh.predict` with the bytes that one replica's ranks in the 2 × 2 × 2 job hold, and send in a step.
 # The columns *stage* and *part* are the rank's place along the pipeline and the tensor axis.
 
 # %% tags=["hide-input"]
@@ -700,7 +700,7 @@ print_error(lambda: Job(SMALL, Layout(cp=2)))
 # [Checkpoints](checkpoint.md) explains the rest.
 
 # %% tags=["hide-input"]
-# Shows each part under the plain model's name
+# Shows how shards are named after the plain model's parameters
 show.source(Parallel.named_parameters, Parallel.pieces, Parallel.full_state_dict)
 
 
@@ -841,7 +841,7 @@ show.table(rows, head)
 # |---|---|
 # | Each axis uses links that are fast enough: tensor within a node, pipeline and data between nodes | There are three kinds of messages, three groups, and the faults above, none of which raises an error |
 # | All model states are divided by $t \cdot p$, and with ZeRO-1 optimizer states by $d$ as well | Stages need micro-batches, and replicas divide the batch: a small batch is not enough for both |
-# | The model's code does not change | With stages, `Parallel` supports only ZeRO-1: with ZeRO-2 or 3 each micro-batch would gather or scatter everything anew. Llama 3's job, with 16 stages, does so for gradients {cite}`dubey2024llama3` |
+# | The model's code does not change | With stages, `Parallel` supports only ZeRO-1: with ZeRO-2 or 3 each micro-batch would gather or scatter everything anew. Llama 3's job, with 16 stages, scatters gradients in this way {cite}`dubey2024llama3` |
 #
 # Signs that a real job is set up right:
 #
@@ -984,7 +984,7 @@ check(my_norm)
 # ```
 #
 # Return a `Layout` of `ranks` ranks for `config`, with `zero=1`, such that every rank holds at most `limit` bytes of model states.
-# In a step of `batch` sequences, as few bytes as possible should leave the nodes of `node` ranks each.
+# Nodes have `node` ranks: in a step of `batch` sequences, as few bytes as possible should leave them.
 # Return `None` if no layout fits.
 # $t$ and $p$ must divide the model (`mesh.check_supported(config, layout)` raises ValueError for others), and $d$ must divide `batch`.
 # Use `mesh.predict_state_bytes(config, layout, rank)`, `mesh.predict_sent_bytes(config, layout, rank, config.seq, batch // d)` and `layout.count_node_egress(node, sent)`, where `sent` is a function of the rank.
@@ -1041,7 +1041,7 @@ check(my_mesh)
 # - The tensor axis sends in every layer, so it is the last digit.
 #   Other orders send up to 24 times as much out of a node.
 # - Shard matrices, then split layers into stages, then shard over replicas.
-#   A step sums gradients along the tensor and pipeline axes, between twins, along the data axis, and partial gradients last.
+#   A step sums gradients within layers (tensor axis), between twins (pipeline axis), and over replicas (data axis); partial gradients come last.
 # - Every element counts once in the gradient norm; each replica's weight is its number of tokens with a target; replicas and stages have their own dropout seeds, the ranks of a tensor group share one.
 # - The bytes that ranks hold and send are predicted exactly, along each axis.
 # - A checkpoint loads bit for bit under any mesh; later steps are bitwise equal if sums are made in the same order.

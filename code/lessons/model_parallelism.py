@@ -308,7 +308,7 @@ beside_one_process("data parallel", data_parallel)
 # `````{admonition} Checked: "N GPUs train N times as fast"
 # :class: checked
 #
-# They do as long as sending the gradients takes less time than backward.
+# They do as long as the gradients can be sent during backward.
 # With more GPUs backward is shorter, but gradients are as large as before.
 # `````
 
@@ -577,7 +577,7 @@ beside_one_process("tensor parallel", everything_cut)
 #
 # Often it sends more.
 # In data parallelism a rank sends two numbers for each parameter, whatever the batch.
-# In tensor parallelism a rank sends 8 × width numbers for each token in each layer.
+# In tensor parallelism a rank sends $8H$ numbers per token and layer: $2H$ in each all-reduce.
 # `````
 
 # %% tags=["hide-input"]
@@ -604,7 +604,7 @@ assert [
     False,
 ]
 head = ["model", "GPUs", "tokens in a step", "data parallel (MB)", "tensor parallel (MB)"]
-show.table(rows, [*head, "tensor parallel sends more above (tokens)"])
+show.table(rows, [*head, "tokens above which tensor parallel sends more"])
 
 
 # %% [markdown]
@@ -709,15 +709,15 @@ for name, (states, sent) in PREDICTED.items():
     rows.append((name, *states_, *wire, f"{CALLS[name]:.0f}"))
 head = ["four ranks", "states (B/parameter): predicted", "counted"]
 head += ["sent in a step (MB): predicted", "counted", "calls"]
-show.table(rows, head, caption="The fullest rank")
+show.table(rows, head, caption="The fullest of four ranks")
 
 # %% [markdown]
-# All figures are for four ranks.
+# All numbers are for four ranks.
 #
 # | technique | use it when | price |
 # |---|---|---|
 # | data parallelism | the model fits | 16 bytes per parameter on every GPU |
-# | ZeRO-1, 2 | the model nearly fits: 10 or 7 bytes per parameter | stage 2 sends after each micro-batch |
+# | ZeRO-1, 2 | the model nearly fits: 10 or 7 bytes per parameter | stage 2 sends gradients after each micro-batch |
 # | ZeRO-3 | states do not fit: 4 bytes per parameter | sends up to 1.5 times the bytes, in many more calls |
 # | recomputation | activations do not fit | a third more arithmetic at most |
 # | tensor parallelism | a layer is too large, or there are fewer sequences than GPUs | sends 14 times a pipeline's bytes; computation waits for most of them |
@@ -892,7 +892,7 @@ check(answer, "gradient_traffic")
 #
 # Each of `p` equal stages of a pipeline should be busy for at least `percent` percent of a step; `percent` is a whole number below 100.
 # Return the smallest number of micro-batches that achieves this.
-# A float rounds 0.9, so compute with integers.
+# No float equals 0.9, so compute with integers.
 
 # %%
 def my_busy_microbatches(p, percent):
@@ -1009,13 +1009,13 @@ check(my_zero_traffic)
 # ```
 #
 # Four ranks train `y_BF = x_BH @ w_FH.T`: two replicas, each sharded over two ranks.
-# The loss is half of the sum of `y_BF ** 2`, divided by the sequences of *all* replicas.
+# The loss is half the sum of `y_BF ** 2`, divided by the number of *all* replicas' sequences.
 # Each rank has the `x_BH` of its replica, and `w_fH`: half of the rows of `w_FH`.
 # `tensor_group` holds the ranks of one replica, `data_group` the ranks with the same rows.
 # With `group=…` a collective runs only over the ranks of that group.
 # Return the loss of the whole batch, the same on all ranks, and the gradient of `w_fH`.
 # Replicas have equally many sequences.
-# The gradient of `w_fH` is `y_Bf.T @ x_BH` over the sequences.
+# A replica's gradient of `w_fH` is `y_Bf.T @ x_BH / len(x_BH)`.
 
 # %%
 def my_grid_step(x_BH, w_fH, tensor_group, data_group):
@@ -1034,7 +1034,7 @@ check(my_grid_step)
 # :class: dropdown
 # ```
 #
-# The two ranks of a replica have addends of one loss, which is added up over the tensor group.
+# Each of a replica's two ranks has a partial sum of the loss; the tensor group adds them up.
 # The losses of the replicas are averaged.
 # The gradient of a rank's rows is averaged over the data group, which has the same rows; the tensor group has other rows.
 

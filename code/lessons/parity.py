@@ -137,7 +137,7 @@ def sum_gradients(model):
 summed = partial(train, take_part=take_share, after_backward=sum_gradients)
 
 # %% tags=["hide-input"]
-# Table: losses of one process, and means of two ranks'
+# Table: loss of one process, and mean loss of two ranks
 one = ranks.run(partial(train, do_nothing, steps=20), 1)[0]
 two = [sum(x) / 2 for x in zip(*ranks.run(partial(summed, do_nothing, steps=20), 2), strict=True)]
 assert max(abs(a - b) / a for a, b in zip(one, two, strict=True)) < 1e-3
@@ -145,7 +145,7 @@ rows = [(n, f"{one[n - 1]:.4f}", f"{two[n - 1]:.4f}") for n in (1, 2, 5, 10, 20)
 show.table(rows, ["step", "loss of one process (nats)", "of two ranks"])
 
 # %% [markdown]
-# These losses look equal: losses on one and two GPUs rarely agree better. But the programs differ:
+# Losses on one and two GPUs rarely agree better than these. But the programs differ:
 
 # %%
 print(parity.check(train, summed, ranks=2))
@@ -245,7 +245,7 @@ show.table(rows, ["right program", "allowed", "halves joined along", "“first d
 #
 # 1. **Rounding.** The sum of the two ranks' gradients rounds differently from the gradient of the whole batch. A check has to allow some difference; `1e-5` was a guess.
 # 2. **Unknown sharding.** Halves of a matrix may have to be joined by columns, not by rows; sequences may alternate between the ranks; other programs shard in zig-zag, in flat pieces, or with padding.
-# 3. **Partial sums.** On each rank `ffn.down` returns a *partial sum*, one addend of the output. Joined partial sums are never the whole tensor, and yet nothing is wrong: the next line adds them up. If that line were missing, the parts would look the same.
+# 3. **Partial sums.** On each rank `ffn.down` returns a *partial sum*, one addend of the output. Concatenated partial sums are never the whole tensor, but nothing is wrong: the next line adds them up. Without that line the program is wrong, with the same partial sums.
 #
 # ![Three ways in which parts of two ranks make a full tensor of four rows. Consecutive: rank 0 has rows 0 and 1, rank 1 rows 2 and 3. Alternating: rank 0 has rows 0 and 2, rank 1 rows 1 and 3. Partial sums: each rank has four rows of its own, and only their sum is the full tensor.](../figures/parity_parts.svg)
 #
@@ -260,8 +260,8 @@ show.table(rows, ["right program", "allowed", "halves joined along", "“first d
 show.source(rounding.move_by_ulp)
 
 # %% [markdown]
-# A long sum can be off by far more than one unit of its terms. So in these runs the check multiplies the terms by a random number and divides the sum by the same number, which changes every rounding.
-# A cast to fewer bits, such as autocast's, hides small noise. So the check also moves one in a thousand cast numbers.
+# A long sum's rounding error can be far larger than one unit in its last place. So in these runs the check multiplies the terms by a random number and divides the sum by the same number, which changes every rounding.
+# A cast to fewer bits, such as autocast's, hides small noise. So the check also moves a thousandth of the cast's results.
 #
 # A tensor's *noise* is its largest difference in the three runs.
 # The *tolerance* is twelve times the noise; twelve and [other constants](#the-constants-of-the-check-and-their-limits) are the same for all programs.
@@ -325,7 +325,7 @@ show.figure(
 )
 
 # %% tags=["hide-input"]
-# Table: the ends of these lines
+# Table: noise at the right end of each line
 rows = [
     (FORMATS[dtype], *(f"{x:.0e}" for x in ends[dtype]), f"{12 * ends[dtype][1]:.0e}")
     for dtype in FORMATS
@@ -362,7 +362,7 @@ assert not report.is_equal
 #
 # A pull request to Megatron-LM {cite}`megatron5956` added a test that compares experts on two ranks with one process, and the test failed in CI.
 # The first analysis blamed the order in which NCCL adds, and proposed a looser tolerance. Then its author edited it: "Don't do that; the assertion is catching a real bug." Gradients of experts were too large by a factor.
-# People loosen a tolerance chosen by eye when their test fails. A measured tolerance leaves no such choice: the smallest of the ten published mistakes below is off by 0.3 %, four hundred times the tolerance.
+# People loosen a tolerance chosen by eye when their test fails. A measured tolerance leaves no such choice: the smallest of the ten published mistakes below is off by 0.3 %, hundreds of times the tolerance.
 # ````
 #
 # ## Rule 2: the values decide which part of a tensor a rank holds
@@ -379,7 +379,7 @@ assert not report.is_equal
 #
 # ![A step in five phases, from left to right: weights, outputs, gradients of outputs, gradients, updates. Weights, gradients and updates are the ends, framed: they must be in the weight's place, with factor 1, on each rank that holds the weight. Outputs may be in any place or be partial sums; their gradients may have a factor for each rank: both only show where a mistake began.](../figures/parity_step.svg)
 #
-# At the ends a tensor has to be in its weight's place, with a factor of exactly 1, on each rank that holds the weight. Outputs and their gradients may be in any place or be partial sums, and in backward each rank may have a factor of its own; comparing them only shows where a mistake began.
+# At the ends a tensor has to be in its weight's place, with a factor of exactly 1, on each rank that holds the weight. Outputs and their gradients may be in any place or be partial sums, and each rank's backward may have its own factor; comparing these tensors only shows where a mistake began.
 # So an output that fits no place raises no alarm if every gradient of the step is right; the report counts such tensors.
 #
 # ## A report, line by line
@@ -394,7 +394,7 @@ for program in (averaged, dealt, halved):
 # %% [markdown]
 # Each program is a function that takes `watch` and calls `watch(model, optimizer)` once, before the first step. If each pipeline stage numbers its layers from 0, `rename=` translates the parameters' names.
 #
-# In backward, each rank of `halved` computes a partial sum of the input's gradient, and these have to be all-reduced. Without this all-reduce the output and the loss are still right:
+# In backward, `halved` all-reduces the ranks' partial sums of the gradient of each feed-forward network's input. Without this all-reduce the output and the loss are still right:
 
 # %%
 def split_without_reduction(model):
@@ -411,8 +411,8 @@ assert not report.is_equal
 # %% [markdown]
 # - **Where**: step, phase and name of the first wrong tensor, and the ranks on which it is wrong. All earlier tensors were right.
 # - **What**: the likely cause, found from the numbers. Here no simple cause fits; other reports name a factor, a missing sum, or a bias that counts twice.
-# - **How far**: the difference, relative to the tensor's size, and the difference that rounding explains. If their ratio is below 100, suspect the tolerance; here the ratio is almost $10^5$.
-# - **Where it began**: the first tensor of the phase whose partial sums were not added up. Backward is linear, so partial sums pass through norms and additions as partial sums, and the first *wrong* tensor can be far from the forgotten line of code. The report names the tensor next to that line.
+# - **How far**: the relative error, and the tolerance. If the error is below 100 times the tolerance, suspect the tolerance; here the ratio is above $10^4$.
+# - **Where it began**: the phase's first tensor whose partial sums were not added up. Backward is linear, so partial sums stay partial sums through norms and additions: the first *wrong* tensor can be far from the forgotten line of code. The report names the tensor next to that line.
 # - **How many more**: the number of further wrong tensors in the same phase of this step. Later tensors are not compared.
 #
 # `report.is_equal`, `report.first_finding` and `report.findings` are for your own tests: `assert parity.check(plain, parallel).is_equal`.
@@ -562,7 +562,7 @@ def parallelize_head_norms(model):
 
 
 # %% [markdown]
-# **A sum in 16 bits** (pytorch 190626 {cite}`pytorch190626`). FSDP2 is asked to add gradients in `float32`. With tensor parallelism it adds gradients of norms in `bfloat16`, still in torch 2.13. In the cell only this sum is not in `float32`.
+# **A sum in 16 bits** (pytorch 190626 {cite}`pytorch190626`). FSDP2 is asked to add gradients in `float32`. With tensor parallelism it adds gradients of norms in `bfloat16`, still in torch 2.13. In the cell, only this sum is in `bfloat16`.
 
 # %%
 def sum_norm_gradients(model, which, dtype=torch.float32):
@@ -757,8 +757,8 @@ show.table(rows, head, caption="Ten published mistakes; parity reports nothing o
 # - **Eight of ten losses are right**, up to rounding, and the other two are off by less than a thousandth: an untrained model guesses, so its loss is about $\ln 256$ with and without a mistake. Compare gradients, by name.
 # - **Rank 0 may be fine.** DeepSpeed 1801 is right on rank 0 and wrong on all others; in Megatron-LM 7452 rank 0 has a partial sum of the gradient.
 # - **Gradients may be right**: DeepSpeed 8437 differs only in its updates.
-# - **In `bfloat16` a mistake can be as small as rounding.** With `bfloat16` weights, for which pytorch 190626 was reported, rounding hides this mistake from a comparison with one process, [unless all other numbers are exact](../tests/parity_published.py).
-# - **The compared steps have to do what the job does.** Texts of equal length hide the first mistake, inactive clipping hides two, a single micro-batch hides another, and a model without dropout hides the last. Of 118 published mistakes that were read for this course, 33 do not show in a step without such features, and 31 more do not show in any single step.
+# - **In `bfloat16` a mistake can be as small as rounding.** The thread pytorch 190626 reports its mistake for `bfloat16` weights. There rounding hides it from a comparison with one process, [unless all other numbers are exact](../tests/parity_published.py).
+# - **The compared steps have to do what the job does.** Texts of equal length hide the first mistake, inactive clipping hides two, a single micro-batch hides another, and a model without dropout hides the last. Of 118 published mistakes that were read for this course, 33 show only in a step with such features, and 31 others in no single step.
 #
 # ## Comparing two scripts
 #
@@ -855,8 +855,8 @@ what = [
     ("the seed of the weights", "torch.manual_seed, before the model is made"),
     ("the batch in two halves, gradients added", "nothing: sums have another order"),
     ("another kernel of attention", "sdpa_kernel"),
-    ("a sum of two ranks' numbers, by all-reduce", "a + b = b + a"),
-    ("a sum of four ranks' numbers", "the same ranks and the same algorithm"),
+    ("an all-reduce of two ranks, not a sum in rank order", "a + b = b + a"),
+    ("the same with four ranks", "the same ranks and the same algorithm"),
 ]
 rows = [(w, "yes" if same else "no", how) for (w, how), same in zip(what, found, strict=True)]
 show.table(rows, ["what is changed", "bitwise equal", "what makes it equal"])
@@ -877,7 +877,7 @@ torch.use_deterministic_algorithms(False)
 #
 # Examples are a learning rate schedule that counts micro-batches, an epoch that repeats the previous epoch's order, and an optimizer state that is lost at a resume. Let the programs take enough steps; `check` compares all of them. Call `watch.declare_samples(ids)` in both programs to declare which samples a step's batch holds; the report then lists wrongly distributed data.
 #
-# `parity.check_resume` compares a run that is stopped and resumed with a plain run. `stopped_run` takes some steps and saves to a folder; `resumed_run` loads and takes the remaining steps, on the same number of ranks or another. In the second check the optimizer's state is not saved.
+# `parity.check_resume` compares a plain run with a run that is stopped and resumed. `stopped_run` takes some steps and saves to a folder; `resumed_run` loads and takes the remaining steps, on the same number of ranks or another. In the second check the optimizer's state is not saved.
 
 # %%
 def run_steps(watch, model, optimizer, numbers):
@@ -924,7 +924,7 @@ print(parity.check_resume(full_run, stopped_run, forgetful_run, ranks=2))
 #
 # [Tensor types](tensor_types.md), later in this course, find a wrong gradient before a program runs: every tensor gets a type that says how the ranks' parts are related, and a checker derives each result's type. Types miss wrong factors and wrong data; parity does not name the wrong line of code, and checks only code that runs.
 #
-# Every lesson has a section on what goes wrong. [A test](../tests/parity_measured.py) has a program for each of these mistakes that changes numbers, and for published mistakes that no lesson shows. The test trains each program for twenty steps on CPU ranks and in one process, and runs both checkers.
+# Every lesson has a section on what goes wrong. [A test](../tests/parity_measured.py) has a program for every such mistake that changes numbers, and for published mistakes that no lesson shows. The test trains each program for twenty steps on CPU ranks and in one process, and runs both checkers.
 
 # %% tags=["hide-input"]
 # Table: how many of the measured mistakes each check finds
@@ -994,7 +994,7 @@ show.table(rows, head, caption=f"{len(shown)} mistakes")
 show.source(core.Matcher.receive_part, core.Matcher.find_place)
 
 # %% [markdown]
-# Known places help to find those of later tensors. Two classes keep this state:
+# Two classes keep known places, which help to find later tensors' places:
 
 # %%
 show.source(core.WeightPlaces, core.CallState)
@@ -1006,13 +1006,13 @@ show.source(core.WeightPlaces, core.CallState)
 show.source(core.Matcher._place_weight, core.Matcher._propose_weight_places)
 
 # %% [markdown]
-# An output may be in any place; the matcher first tries the place of other tensors of the same shape. It takes the nearest of all that fit, since with a loose tolerance wrong places fit, too.
+# An output may be in any place; the matcher first tries the place of other tensors of the same shape. With a loose tolerance wrong places fit, too, so it takes the place with the smallest error.
 
 # %%
 show.source(core.Matcher._place_output, core.Matcher._pick_place)
 
 # %% [markdown]
-# The output's gradient is in the same place, times this rank's factor, which the first gradient decides.
+# The output's gradient is in the output's place, times this rank's factor, estimated from the first gradient.
 # Texts that begin with the same token have equal first rows, so the matcher may have placed an output at another text's row. Gradients tell such rows apart:
 
 # %%
@@ -1060,11 +1060,11 @@ show.source(comparison.Comparison._explain_misfits)
 # | constant | value | why this value | limits |
 # |---|---|---|---|
 # | `DRAWS` | 3 | the largest of three runs' noise is rarely small by luck, and more runs take time | the noise of a tensor with one number is estimated from three numbers |
-# | `TOLERANCE_FACTOR` | 12 | in 999 random correct programs no tensor needs more than 10.5 times its noise (an update), no gradient more than 5.4 | these programs have two layers, some hundred tokens and at most 8 ranks, without random factors in sums; with such factors, correct programs use 5 to 7 % of the tolerance at 65,536 tokens and at $10^6$ rows |
+# | `TOLERANCE_FACTOR` | 12 | in 999 random correct programs no tensor needs more than 10.5 times its noise (an update), no gradient more than 5.4 | these programs have two layers, some hundred tokens and at most 8 ranks, and were checked without rule 1's random factors; with these factors, correct programs use 5 to 7 % of the tolerance at 65,536 tokens and at $10^6$ rows |
 # | `MAX_TOLERANCE` | 0.5 | a looser tolerance would accept quite different tensors | tensors with a larger tolerance are not compared; the report counts them |
 # | `LOOSE_TOLERANCE` | 0.001 | with a looser tolerance outputs fit wrong places, too, so all places are tried and the nearest is taken | rows that are equal in few bits stay ambiguous |
 # | `SIGN_FLIP_FACTOR` | 3 | a number below three times its gradient's noise may have the other sign, and AdamW then takes a full step in the wrong direction | in `bfloat16` an update of AdamW may be off by about a quarter, if it is compared |
-# | `DRIFT_FACTOR`, `ROUNDING_FACTOR` | 6, 2 | a common factor may be off by six times its noise, or by twice the noise of one number | in `bfloat16` a factor of 1.02 may be rounding; deep in a network 1.05 may be, too |
+# | `DRIFT_FACTOR`, `ROUNDING_FACTOR` | 6, 2 | a gradient's common factor may be off by six times its noise, or by twice one number's noise (factors are rounded, too) | in `bfloat16` a factor of 1.02 may be rounding; deep in a network 1.05 may be, too |
 #
 # No check finds a mistake that is smaller than its tolerance. With 65,536 tokens in `float32` the tolerance corresponds to a factor of 1.00001 for most gradients, and of 1.00014 for a norm's weight, whose terms are added one after the other (1.0004 with $10^6$ tokens).
 # One lost token of 65,536 is found all the same, since its own row of the output's gradient is missing.
@@ -1199,7 +1199,7 @@ check(answer, "times_allowed")
 # :label: ex-parity-four
 # ```
 #
-# Four programs train a small network on two ranks. The plain one takes the mean over all tokens that have a target, clips, and steps. Each parallel one has one mistake:
+# Four programs train a small network on two ranks. The plain program takes the mean over all tokens that have a target, clips, and steps. Each of the four has one of six mistakes:
 # `"seed"` (weights from other seeds), `"share"` (all ranks read the same share), `"counts"` (each loss is a mean over the rank's own tokens), `"clip"` (clipped before gradients were averaged), `"bucket"` (some parameters were never averaged) or `"decay"` (another weight decay).
 
 # %% tags=["hide-input"]

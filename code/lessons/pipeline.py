@@ -285,7 +285,7 @@ gradients = ranks.run(train_step, 4, gpipe, 8)
 # `````{admonition} Checked: "four micro-batches on four stages keep GPUs 75 % busy"
 # :class: checked
 #
-# It is $m/(m+p-1) = 4/7 = 57\,\%$: the pipeline has to fill *and* to drain. ($3/4$ is $(p-1)/m$, idle time over work.)
+# The busy fraction is $m/(m+p-1) = 4/7 = 57\,\%$: the pipeline has to fill *and* drain. ($3/4$ is $(p-1)/m$, idle time over work.)
 # The next cell measures the busy fraction on four ranks whose layers *sleep* instead of computing: this machine has too few cores for four ranks to compute at once. Messages and their order are real.
 # `````
 
@@ -317,7 +317,7 @@ print("gradients differ from one process by", apart)
 seconds = ranks.run(time_plain_step, 4, gpipe, 4, device="cpu")[0]
 busy = 4 * 3 * UNIT / seconds
 print(f"busy: claimed 75 %, predicted {400 / 7:.0f} %, measured {100 * busy:.0f} %")
-show.check_timing(abs(busy - 4 / 7) < 0.1, "busy for 4/7 of the step, within 10 points")
+show.check_timing(abs(busy - 4 / 7) < 0.1, "busy for 4/7, within 10 points")
 
 
 # %% [markdown]
@@ -458,7 +458,7 @@ print(pipeline.make_schedule("1f1b", 4, 6))
 #
 # ![Which chunks of a model four stages hold. One each: chunks 0 to 3 in order. A loop of two each: stage 0 has chunks 0 and 4, stage 1 chunks 1 and 5, and so on; after chunk 3 a micro-batch goes back to stage 0. A V of two each: stage 0 has chunks 0 and 7, stage 3 chunks 3 and 4; at the turn the micro-batch stays on its stage, and it ends on the stage where it began.](../figures/pipeline_placement.svg)
 #
-# A chunk takes $1/v$ of a stage's time, so filling takes $1/v$ of the time, too: the bubble is $\frac{p-1}{vm+p-1}$. The price is about $v$ times the messages, since each micro-batch visits all ranks $v$ times, and somewhat more activations.
+# A chunk takes $1/v$ of a stage's time, so filling takes $1/v$ of the time, too: the bubble is $\frac{p-1}{vm+p-1}$. The price is somewhat more activations, and about $v$ times the messages, since each micro-batch visits all ranks $v$ times.
 #
 # ![1F1B above interleaved 1F1B with two chunks for each of four stages, eight micro-batches. Boxes are half as long and twice as many, the ramps at both ends are half as long, and the bubble falls from 27 % to 16 %.](../figures/pipeline_interleaved.svg)
 #
@@ -469,13 +469,13 @@ print(pipeline.make_schedule("1f1b", 4, 6))
 #
 # ![Four schedules on one axis, four stages and eight micro-batches, with forward and both halves of the backward equally long. 1F1B: bubble 27 %, holds up to 4; ZB-H1: bubble 11 %, holds up to 4; ZB-H2: bubble 0 %, holds up to 7; ZB-V: bubble 0 %, holds up to 4 micro-batches. Where the backward is split, the passes for the weights fill time in which 1F1B idles.](../figures/pipeline_zero_bubble.svg)
 #
-# If the three passes take $F$, $I$ and $W$ seconds:
+# Three schedules use this split; their passes take $F$, $I$ and $W$ seconds:
 #
 # - *ZB-H1* moves `W` to the end, where the pipeline drains. 1F1B idles $(p-1)(F+I+W)$ seconds, ZB-H1 $(p-1)(F+I-W)$: only a third if all three take equally long. Every stage holds up to $p$ micro-batches; under 1F1B only the first stage does.
 # - *ZB-H2* also fills the beginning, with more forwards. It idles $(p-1)(F+I-2W)$ seconds, zero if all three take equally long, but holds up to $2p-1$ micro-batches.
 # - *ZB-V* idles zero seconds, too, with the memory of 1F1B. Each rank has two chunks, placed in a V: the first rank holds the first chunk *and the last*, so the first backward begins on the rank where the first forward began.
 #
-# `order_in_steps` builds a list in small steps: in every step a stage runs one pass of each kind, from the step that `starts` gives for this kind. The interleaved schedule is built likewise.
+# `order_in_steps` builds a stage's list in small steps. Each has one pass of each kind; `starts` gives each kind's first step. The interleaved schedule is built likewise.
 
 # %%
 show.source(pipeline.schedule_zb_h1, pipeline.schedules.order_in_steps)
@@ -626,7 +626,7 @@ def swap_with_both():
 print(*ranks.run(swap_with_both, 4))
 
 # %% [markdown]
-# There are two more solutions. `dist.batch_isend_irecv` gives both messages to nccl at once, and nccl runs them together. Megatron uses this call in 1F1B, and `ranks.exchange` in a ring.
+# There are two more solutions. `dist.batch_isend_irecv` gives both messages to nccl at once, and nccl runs them together. Megatron uses this call in 1F1B, this course in a ring (`ranks.exchange`).
 # Or each direction gets its own group, so that neither direction waits for the other. `Stage` has the groups `down` and `up`. `shardlab.pipeline` has two groups, too, because it posts receives before it has anything to send in the other direction.
 #
 # ## The executor on real ranks
@@ -638,7 +638,7 @@ print(*pipeline.make_schedule("1f1b", 4, 4).actions[1])
 
 # %% [markdown]
 # `RF1` posts the receive of the input of `F1`, and `SF0` sends the output of `F0`; `RB` and `SB` are the same for gradients. These four do not block: the pass that needs a message waits for it.
-# A receive is posted *one pass before* the pass that needs it, so its message overlaps with that pass:
+# A receive is posted *one pass before* it is needed, so its message travels during that pass:
 #
 # ![A stage that alternates forward and backward, twice. Above, each receive is posted when its pass is due: the transfer runs while the stage waits. Below, each receive is posted one pass earlier: the transfer overlaps with that pass, and the stage never waits.](../figures/pipeline_messages.svg)
 #
@@ -662,7 +662,7 @@ show.source(core.Pipeline.step, core.Pipeline._begin_step, core.Pipeline._end_st
 show.source(core.StagePasses)
 
 # %% [markdown]
-# `Mailbox` keeps messages in a dictionary by action, with a state: `POSTED`, then `RECEIVED`; or `MADE`, then `SENT`. It also frees sent activations when their gradient arrives, because this gradient shows that the activations were received.
+# `Mailbox` keeps messages in a dictionary by action, with a state: receives are `POSTED`, then `RECEIVED`; sends `MADE`, then `SENT`. `Mailbox` frees sent activations when their gradient arrives, which shows that the activations were received.
 
 # %%
 show.source(
@@ -1509,7 +1509,7 @@ for name, ratio in found.items():
 # | for | against |
 # |---|---|
 # | Sends little: 0.5 MB from a stage in the step above, where data parallelism sends 9.9 MB | Has a bubble: 27 % with 4 stages and 8 micro-batches, 16 % interleaved, 11 to 0 % with a split backward |
-# | Divides weights, gradients and optimizer states by $p$ | Does not divide activations: stage 0 keeps $p$ micro-batches of $1/p$ of the layers |
+# | Divides weights, gradients and optimizer states by $p$ | Does not divide activations: stage 0 keeps activations of $p$ micro-batches in $1/p$ of the layers |
 # | Gradients are bitwise equal to one process's | Needs stages of equal time: Llama's head costs 2.4 layers, so with four stages an even cut makes a step 12 % longer than necessary |
 # | Works with any layer, unchanged; ZB-V has no bubble, with 1F1B's memory | A split backward changes every linear layer, and two chunks double the messages |
 #
@@ -1722,7 +1722,7 @@ check(my_1f1b)
 # ```
 #
 # In the steady state, two neighbours exchange an output and a gradient. `swap` sends one and receives the other; even stages send first.
-# A stage's gradient for the previous stage and its own next input are such a pair, too, so `swap` exchanges them before the next forward.
+# The gradient for the previous stage and the next input from that stage are such a pair, so `swap` exchanges them before the next forward.
 
 # %%
 def my_1f1b(part, x_BH, y_BH, m, stage, stages, send, receive):

@@ -92,7 +92,7 @@ show.table(rows, head, caption="Llama 3 8B, one sequence of 8192 tokens, bfloat1
 
 
 # %% [markdown]
-# The last row, sequence parallelism, sends no more bytes than the second.
+# Sequence parallelism, the last row, sends no more bytes than tensor parallelism.
 #
 # ## What tensor parallelism leaves whole
 #
@@ -121,7 +121,7 @@ TENSOR = {
 # :row: 4
 # :column: of one rank's (%)
 #
-# What percentage of one rank's activations does each of four ranks keep?
+# What percentage of a one-rank run's activations does each of four ranks keep?
 # ```
 
 # %% tags=["hide-input"]
@@ -141,7 +141,8 @@ show.table(
 # :class: checked
 #
 # Each of four ranks keeps 44 %, not 25 % (last row above).
-# Tensor parallelism shards activations inside a *region*, from a matrix sharded by columns to the next one, sharded by rows: heads, and the wide part of the feed-forward network.
+# A *region* goes from a matrix sharded by columns to the next one, sharded by rows.
+# Inside, tensor parallelism shards activations: heads, and the wide part of the feed-forward network.
 # LayerNorms, dropout and the inputs of the sharded matrices are whole: every rank holds the same $s \cdot h$ numbers of each sequence.
 # `````
 #
@@ -294,7 +295,8 @@ def count_sent(repeats=8):
     for way in (scatter_sequence, lambda y: sp.SEQUENCE_SHARDED.leave_region(y, group)):
         sent = []
         for _ in range(repeats):
-            before = count.read_loopback_bytes() or 0  # of all ranks, and before any begins
+            # Bytes of all ranks, read before any rank starts to send.
+            before = count.read_loopback_bytes() or 0
             dist.barrier()
             way(y_BSH)
             dist.barrier()
@@ -330,10 +332,10 @@ show.table(rows, ["way", "needed (MB)", "sent by a rank (MB)", "times as much"])
 show.source(sp.core._GatherSequence, sp.core._ReduceScatterSequence)
 
 # %% [markdown]
-# But it calls `_start_all_gather` and `_start_reduce_scatter`, which *start* a collective and return a function that waits for it.
+# But both operators call `_start_all_gather` and `_start_reduce_scatter`, which *start* a collective and return a function that waits for it.
 # So `tensor_parallel` can multiply in backward while a collective runs.
 # The reduce-scatter sends only the necessary bytes.
-# With NCCL it is NCCL's own.
+# With NCCL, the module uses NCCL's function.
 # With gloo, part $j$ goes directly to rank $j$, which adds up the parts in rank order.
 
 # %%
@@ -343,7 +345,7 @@ show.source(
 
 # %% [markdown]
 # The object that you pass to `parallelize` has four methods: `enter_region` and `leave_region` are the operators above; `start_enter` and `start_enter_backward` start the two collectives of `enter_region`.
-# `keep_entered=False` avoids the second shortcoming: the layers after `enter_region` keep only this rank's tokens, and gather again in backward.
+# `keep_entered=False` avoids keeping the gathered tokens: the layers after `enter_region` keep only this rank's tokens, and gather again in backward.
 
 # %%
 show.source(sp.SequenceShardedEdges)
@@ -362,7 +364,7 @@ show.source(sp.find_partial_gradients, sp.sum_gradients)
 
 # %%
 def train_step(model, optimizer, tokens, targets, summed=True):
-    """Loss of a step of a model that is cut with edges along the sequence."""
+    """Train one step with tensor and sequence parallelism; return the loss."""
     value = tp.vocab_parallel_loss(model(tokens), targets, dist.group.WORLD)
     optimizer.zero_grad()
     value.backward()
@@ -441,7 +443,7 @@ show.table(rows, head, caption="Largest differences from one process, float64")
 #
 # The next cell measures a model of four layers and one of two with `measure_kept`.
 # Half of the difference is one layer.
-# *By formula* is the paper's formula, changed for our layer: without dropout it keeps 2 less, and attention on a CPU keeps its output in two memory layouts, 2 more inside the region.
+# *By formula* is the paper's formula for our layer: $2sbh$ less, without dropout masks, and inside the region $2sbh/t$ more, because attention on a CPU keeps its output in two memory layouts.
 # *Predicted* is `memory.estimate_activations`, which also counts small tensors, such as the means and deviations of LayerNorms.
 
 # %%
@@ -487,7 +489,7 @@ show.table(
 
 
 # %% [markdown]
-# With the sequence sharded, each of two ranks keeps half of one process's 34, and each of four a quarter. *Kept whole* is the plain version: it keeps the gathered tokens, two tensors of $2sbh$ bytes in each layer, for any number of ranks.
+# With the sequence sharded, each of two ranks keeps half of one process's $34sbh$ bytes, and each of four a quarter. *Kept whole* is the plain version: it keeps the gathered tokens, two tensors of $2sbh$ bytes in each layer, for any number of ranks.
 # The picture shows the paper's layer, with dropout, on more ranks:
 #
 # ![Bytes of activations that one layer keeps, without scores, in units of sbh, for tensor degrees 1, 2, 4 and 8. Tensor parallelism alone: 34, 22, 16 and 13; of these 10 lie outside the sharded matrices and stay. With sequence parallelism, which divides them as well: 34, 17, 8.5 and 4.25.](../figures/sequence_parallel_memory.svg)
@@ -550,7 +552,7 @@ show.table(rows, [*head, "counted (B)"], caption="A rank of four, one step")
 
 # %% [markdown]
 # Megatron gathers again.
-# These bytes need not cost time, because the gather overlaps with the computation of the input's gradient.
+# This second gather need not cost time, because it overlaps with the computation of the input's gradient.
 # Also, an all-reduce sums the LayerNorms' gradients: a few vectors of $h$ numbers per layer, for any number of tokens.
 #
 # ## Questions and answers: ZeRO, pipelines, dropout, names
@@ -565,7 +567,7 @@ show.table(rows, [*head, "counted (B)"], caption="A rank of four, one step")
 # An all-gather precedes the output layer.
 # A rank computes the logits of all tokens for its shard of the vocabulary.
 # The loss is computed as in [Tensor parallelism](tensor_parallel.md): it is equal on every rank, and is not averaged.
-# So with $L$ layers a step has $2L + 1$ all-gathers forward and as many reduce-scatters, and the same number backward: 9 of each for four layers.
+# So with $L$ layers forward has $2L + 1$ all-gathers and as many reduce-scatters, and backward the same: 9 of each for four layers.
 #
 # **What changes with a pipeline?**
 # Stages send the residual stream, which is now sharded.
@@ -616,7 +618,7 @@ def parallelize_by_torch(model):
 
 
 # %% [markdown]
-# The same model takes one step with this plan, and with our edges, with and without `keep_entered`.
+# The same model takes a step in three ways: this plan, and our edges with and without `keep_entered`.
 # The table counts collectives in each phase, and the bytes that forward keeps.
 
 # %% tags=["hide-input"]
@@ -687,7 +689,7 @@ show.table(rows, head, caption=f"A step on 4 ranks, {SHAPE.layers} layers")
 
 
 # %% [markdown]
-# The edges have the same 18 collectives forward and 18 backward.
+# In all three, the edges have 18 collectives forward and 18 backward.
 # The others are for the loss, the LayerNorms' gradients, and the second gather.
 # PyTorch differs in two ways (torch 2.13).
 # It keeps the gathered tokens.
@@ -761,15 +763,15 @@ print(ranks.run(find_refusal, 4)[0])
 #
 # | | |
 # |---|---|
-# | **for** | with tensor parallelism, always: on 4 ranks a layer keeps 8.8 instead of 14.9 $sbh$ bytes, and sends the same bytes, or a quarter more |
+# | **for** | with tensor parallelism, always: on 4 ranks a layer keeps 11.8 instead of 14.9 $sbh$ bytes and sends as many, or keeps 8.8 and sends a quarter more |
 # | **for** | LayerNorms and dropout are computed once, not $t$ times: each rank works on its own tokens |
 # | **against** | it needs what tensor parallelism needs: a fast link, and no more ranks than heads |
 # | **against** | LayerNorms' gradients need a sum that is easy to forget |
 #
 # Sequence parallelism divides only activations: weights and optimizer states are as with tensor parallelism alone.
-# It uses the same ranks as tensor parallelism, GPUs that fast links connect: eight in most machines.
+# It uses tensor parallelism's ranks: GPUs with fast links, eight in most machines.
 # For a longer context, [Context parallelism](context_parallel.md) shards the tokens inside attention as well.
-# Their degrees multiply: with $t = 8$ in a machine and context parallelism over 16 machines, a rank has $s/128$ tokens outside the sharded matrices.
+# The two degrees multiply: with $t = 8$ in a machine and context parallelism over 16 machines, a rank has $s/128$ tokens outside the sharded matrices.
 #
 # In a real job, three signs show a correct setup: the first loss and gradient norm equal those of one process on the same tokens; activations fall with $1/t$; LayerNorms are bitwise equal on all ranks.
 #
@@ -885,7 +887,7 @@ check(my_column)
 # ```
 #
 # Save this rank's tokens, and gather again in backward.
-# The gather could overlap with the product for `dx_BSH`, the sum with that for `dw_HF`.
+# The gather could overlap with the product for `dx_BSH`, the sum with the product for `dw_HF`.
 
 # %%
 class Column(torch.autograd.Function):
@@ -934,4 +936,4 @@ check(my_column)
 #
 # - {cite:t}`korthikanti2022recomputation`: sequence parallelism and selective recomputation; section 4 counts every byte of a layer.
 # - {cite:t}`shoeybi2019megatron`: tensor parallelism.
-# - {cite:t}`dubey2024llama3`: section 3.3 uses it with 8 tensor-parallel ranks.
+# - {cite:t}`dubey2024llama3`: section 3.3 uses 8 tensor-parallel ranks.

@@ -92,7 +92,7 @@ for one in (found.feasible[0], found.feasible[-1]):
 # %% [markdown]
 # A layout gives the number `d` of *replicas* (copies of the model), and how each is split: `t` tensor ranks shard every matrix, `p` pipeline stages divide the layers, and `c` context ranks shard every sequence.
 # A degree that is not printed is 1.
-# `recompute` names the activations that backward computes again: all of a layer's, or some, here those of norms and between the matrices of a feed-forward network (`ffn`).
+# `recompute` means that backward computes all activations of a layer again; with `norms` only those of norms, with `ffn` only those between the matrices of a feed-forward network.
 #
 # torchtitan 0.3.0 can run the first layout, and it fits in memory.
 # The predicted time uses rates of matrix products, attention and messages that were [fitted](#predicted-and-measured-steps-compared) to published steps; the predicted memory follows from torchtitan's source and from guesses.
@@ -116,7 +116,7 @@ show.figure(plots.plot_layouts(points), alt, "strategy-layouts")
 
 # %% [markdown]
 # Each dot is a layout that fits.
-# A layout that fills the memory is neither faster nor slower for it: only a prediction tells fast layouts from slow ones.
+# A layout's memory says nothing about its speed: only a prediction tells fast layouts from slow ones.
 #
 # ## What limits a layer: memory, network or kernel launches
 #
@@ -181,7 +181,7 @@ show.table(rows, head)
 #
 # The authors of the Ultra-Scale Playbook {cite}`tazi2025ultrascale` report over 4,000 experiments on up to 512 H100s, early in 2025, with the library nanotron.
 # Their table, here called the *sweep*, lists 3,257 runs of four models, with tokens per second and memory.
-# 340 of these runs come with this course. The small model below uses the first forty, on up to 128 GPUs.
+# 340 of these runs come with this course. The next sections use the first forty, on up to 128 GPUs.
 
 # %%
 nanotron = strategy.PROFILES["nanotron"]  # what is particular to that library
@@ -191,7 +191,7 @@ runs = [measured_runs.row_to_measurement(row, job) for row, job in zip(sweep, jo
 seconds = [step for step, _ in runs]  # of a step; the other is bytes
 
 # %% tags=["hide-input"]
-# Table: three of the forty
+# Table: three of the forty runs
 rows = []
 for i in (0, 1, 39):
     job = jobs[i]
@@ -339,7 +339,7 @@ def predict_without(name):
 
 
 # %% tags=["hide-input"]
-# Table: error and order without each of them
+# Table: error and rank correlation without each constant
 lost = {"none": predicted} | {name: predict_without(name) for name in NEUTRAL}
 rows = [[name, f"{median_error(p):.1%}", f"{rank_correlation(p):.2f}"] for name, p in lost.items()]
 assert rank_correlation(lost["launch"]) < 0.93 and median_error(lost["crossing"]) > 1.5 * error
@@ -416,7 +416,7 @@ rows.append(["the sweep, rows not fitted", "bytes of rank 0", *format_errors(res
 for words in list(groups)[1:]:
     rows.append([words, "seconds", *format_errors(groups[words])])
 assert statistics.median(abs(p / s - 1) for p, s in rest_bytes) < 0.07
-show.table(rows, ["", "of what", "off in the median", "at most"])
+show.table(rows, ["", "predicted", "median error", "at most"])
 
 # %% [markdown]
 # Memory means the bytes that the allocator *reserves* on rank 0, which is on the first stage: more than the bytes of the rank's tensors.
@@ -424,7 +424,7 @@ show.table(rows, ["", "of what", "off in the median", "at most"])
 # The course's constants for nanotron are fitted on all 340 rows, Megatron's on the five layer times, and those of today's engines on the published rows below.
 # All others are guesses.
 # A second test of nanotron's constants groups the rows by model and number of nodes, fits on half of the groups, and predicts the others, with a median error of 7 % in seconds and 3 % in bytes.
-# In each group, except at most one, the layout predicted to be fastest was measured at most a tenth slower than the fastest layout.
+# In at most one group, the layout predicted as fastest was more than a tenth slower than the fastest one measured.
 #
 # Five layer times of a 22B model predict, within a few percent, steps of a 175B model on 64 GPUs, a 145.6B model on 1,536 and a 1T model on 3,072: all run the same kernels.
 #
@@ -467,7 +467,7 @@ show.table(rows, ["", "layout", "a step (s)", "GB", "MFU", "days", "waits most f
 # With `interleaved 4` each stage has four separate chunks of the layers, which makes the pipeline's bubble shorter.
 # MFU is the fraction of the data sheet's operations per second that the model's own operations reach, without recomputation and without token pairs that a mask or a window hides.
 #
-# *The large job* uses all three kinds of parallelism: four ranks shard each matrix, four such stages form a replica, and four replicas shard the optimizer states (ZeRO-1).
+# *The large job* uses all three kinds of parallelism: four ranks form a stage and shard its matrices, four stages form a replica, and four replicas shard the optimizer states (ZeRO-1).
 # Each rank then holds so few activations that it recomputes only those of norms, and those between the matrices of feed-forward networks.
 # 64 replicas that shard their weights (ZeRO-3) have to recompute whole layers, and take a fifth longer.
 #
@@ -500,7 +500,7 @@ rows = [[f"{batch:,}", batch // GPUS, f"{1e3 * price:.2f}"] for batch, price in 
 show.table(rows, ["sequences in a step", "per GPU", "a billion tokens ($)"])
 
 # %% [markdown]
-# A doubled batch does twice the work for the same all-reduce of gradients and optimizer step.
+# A doubled batch does twice the work, but needs only one all-reduce of gradients and one optimizer step.
 # Above about eight sequences per GPU, a larger batch saves hardly any money, and the model learns less from each token.
 #
 # ### The same choice, run on four ranks
@@ -644,7 +644,7 @@ for config, gpu, words in (("70B", "h100", "70B, 64 × H100"), ("8B", "a100-40",
             else:
                 rows.append([words, f"{name} × {factor:g}", str(new), f"{loss_:+.0%}"])
     assert len(calm) > 8
-show.table(rows, ["job", "if", "the fastest is", "the first choice takes"])
+show.table(rows, ["job", "if", "the fastest is", "the first choice takes longer by"])
 
 # %% [markdown]
 # For the 70B model five of sixteen changes put another layout first, and the original choice then takes at most 3 % longer: many layouts are nearly as fast.
@@ -665,9 +665,9 @@ run_cli("strategy plan --model llama-3-70b --gpu h100 --gpus 64 --profile torcht
 # With Megatron's constants, Llama 3 405B on 16,384 GPUs is predicted at 44 % MFU; the real job had 41 % {cite}`dubey2024llama3`.
 # The job ran in 80 GiB; the prediction is 92 GB, or 80 GB if gradients are sharded as well.
 #
-# `--config config.json` plans a model of Hugging Face's hub as `transformers` builds it, [counted exactly](memory.md#memory-of-a-hugging-face-model-from-its-configjson): latent attention, windows, experts of any kind. The command names values that a file leaves open, and refuses unknown settings in one line.
+# `--config config.json` plans a model of Hugging Face's hub, also with latent attention, windows or experts of any kind. What `transformers` builds is [counted exactly](memory.md#memory-of-a-hugging-face-model-from-its-configjson). The command names values that a file leaves open, and refuses unknown settings in one line.
 # `--rates here.json` takes the constants that `strategy fit` wrote.
-# `strategy emit` plans for an engine, and writes the fastest layout as its configuration, each line with its reason: for DeepSpeed, torchtitan, Megatron, the course's `train.py`, or as a batch file for Slurm.
+# `strategy emit` plans for an engine (DeepSpeed, torchtitan, Megatron or the course's `train.py`), and writes the fastest layout as this engine's configuration or a batch file for Slurm, each line with its reason.
 # A DeepSpeed configuration begins like this:
 
 # %%
@@ -721,7 +721,7 @@ show.source(core.predict_seconds, core._stage_work, core._bubble_seconds, core._
 # %% [markdown]
 # [`data_parallel`](../code/shardtools/strategy/data_parallel.py) computes the time in which replicas wait for gradients and weights.
 # ZeRO-3 communicates three times for each micro-batch, mostly overlapped with computation.
-# ZeRO-1 gathers new weights after the step. nanotron (early 2025) and DeepSpeed 0.19.8 wait for these weights; Megatron Core 0.19.2 with `--overlap-param-gather`, which `strategy emit megatron` writes, and torch's `fully_shard` gather them ahead, while earlier layers compute.
+# ZeRO-1 gathers new weights after the step. nanotron (early 2025) and DeepSpeed 0.19.8 wait for these weights. torch's `fully_shard`, and Megatron Core 0.19.2 with `--overlap-param-gather`, gather them while earlier layers compute; `strategy emit megatron` writes this option.
 #
 # ## Constants measured on this machine
 #

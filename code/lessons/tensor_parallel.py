@@ -250,7 +250,7 @@ for rank, (y_TH, held) in enumerate(ranks.run(run_on_two_ranks, 2)):
 #
 # ![The two operators around a sharded part of a network, on two ranks. Forward, copy_to gives each rank the same x, and reduce_from adds up what the two computed. Backward, reduce_from gives each rank the same gradient, and copy_to adds up the gradients of x.](../figures/tensor_parallel_conjugate.svg)
 #
-# A tensor has the colour of the rank that computed it, or both colours if it is a sum, which both ranks have. A thick outline marks new tensors. $A = \mathrm{GELU}(X W_1)$, and $dX$ is the gradient of the loss with respect to $X$.
+# In the steps below, a tensor has the colour of the rank that computed it; a sum over both ranks has both colours. A thick outline marks new tensors. $A = \mathrm{GELU}(X W_1)$, and $dX$ is the gradient of the loss with respect to $X$.
 #
 # :::{step-through} A feed-forward network on two ranks, forward and backward
 # 1. ![Two tables, values above and gradients below, with a row for each of two ranks, and the tensors X, W₁, A, W₂ and Y side by side. Both ranks have all of X. Rank 0 has the left half of W₁'s columns and the upper half of W₂'s rows, rank 1 the other halves. All else is empty.](../figures/steps/tensor_parallel_1.svg)
@@ -319,7 +319,7 @@ class ReduceFrom(torch.autograd.Function):
 
 # %% [markdown]
 # Calling `dist.all_reduce` in forward, as `by_rows` did, would be wrong: autograd does not record it.
-# After the second matrix the gradients happen to be right, since backward sends nothing there. But before the first matrix, the gradients of $X$ would not be added up.
+# The partial sums' gradients happen to be right, since `ReduceFrom` sends nothing in backward. But nothing would add up the ranks' gradients of $X$.
 #
 # With the two operators, the trainable network has three lines:
 
@@ -472,7 +472,7 @@ for order, times, (sent, off) in zip(ORDERS, TIMES, results, strict=True):
     rows.append((order, times, f"{times * unit:,}", f"{sent:,}", sent - times * unit))
 head = [
     "cut by",
-    "units of Y (N-1)/N",
+    "in units of (N-1)/N × Y's bytes",
     "predicted (B)",
     "counted (B)",
     "difference (B)",
@@ -489,7 +489,7 @@ show.table(rows, head, caption=f"Sent by rank 0 of {N} in forward")
 # In tutorials one process moves both partial sums to GPU 0 and adds them. The sum is right, and autograd differentiates it.
 # But this is a *reduce*: only GPU 0 has the sum, and the next layer needs it on all GPUs. So GPU 0 has to copy the sum back. With $N$ GPUs and $S$ bytes, its link carries $(N-1)S$ bytes in and as many out; in a ring, each rank's link carries $2\frac{N-1}{N}S$ each way.
 # GPU 0's link thus carries $N/2$ times the bytes of the ring, while all other links idle most of the time.
-# And under `torchrun` the line adds nothing across processes: each process has only its own partial sum, on whatever device.
+# And under `torchrun` the line adds nothing across processes: each process has only its own partial sum.
 # `````
 
 # %% tags=["hide-input"]
@@ -542,8 +542,8 @@ for size in (2, 4, 8):
         f"{in_ring / 1e6:.2f}",
     )
     rows.append((size, *cells, f"{through_0 / in_ring:.0f}"))
-head = ["ranks", "have the sum after the plus", "in and out of rank 0: copies (MB)"]
-show.table(rows, [*head, "of each rank: all-reduce (MB)", "ratio"])
+head = ["ranks", "ranks that have the sum after y0 + y1", "copies: in and out of rank 0 (MB)"]
+show.table(rows, [*head, "all-reduce: in and out of each rank (MB)", "ratio"])
 
 # %% [markdown]
 # ## Column-parallel and row-parallel layers
@@ -679,7 +679,7 @@ print("Llama 3 405B", tp.feasible_degrees(PRESETS["llama-3-405b"]))
 
 # %% [markdown]
 # GPT-2's vocabulary is $50257 = 29 \cdot 1733$, so it is padded with entries that no token uses.
-# Any other degree raises an error before anything is sent:
+# Any degree not printed above raises an error before anything is sent:
 
 # %% tags=["hide-input"]
 # Shows the error
@@ -865,7 +865,7 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# Two copies of each head increase a Qwen3 rank's attention weights by a tenth. A DeepSeek-V3 rank holds one and a half times an eighth, because every rank has the matrices that compute the latents.
+# Two ranks hold each of Qwen3's four key-value heads, which adds a tenth to a rank's attention weights. A DeepSeek-V3 rank holds one and a half times an eighth, because every rank has the matrices that compute the latents.
 # In return, backward all-reduces 2,112 numbers a token instead of 7,168. With [sequence parallelism](sequence_parallel.md), a rank computes the latents of its own tokens only, and the ranks gather latents.
 #
 # ## Vocabulary: embedding, logits, loss
@@ -882,7 +882,7 @@ show.table(rows, head)
 # = \log \sum_r \Big( \sum_{j \in r} e^{z_j - z_{\max}} \Big) + z_{\max} - z_\text{target} ,
 # $$
 #
-# so the ranks exchange only three numbers for each token. The plain versions use the operators from above:
+# so the ranks exchange only three numbers for each token: the largest logit, the sum of exponentials, the target's logit. The plain versions use the operators from above:
 
 # %%
 def local_entries(numbers_BS, v):
@@ -1102,7 +1102,7 @@ show.table(rows, ["model", "type", "logits", "gradients", "weights after 5 steps
 
 # %% [markdown]
 # Float64 has nine digits more than float32, and the differences shrink by nine digits, so they are rounding errors.
-# In [ZeRO](zero.md) and [Pipeline parallelism](pipeline.md) the difference is zero, because each product has the same operands. Here ranks compute partial sums, so other intermediate results are rounded.
+# In [ZeRO](zero.md) and [Pipeline parallelism](pipeline.md) the difference is zero, because each product has the same operands. Here ranks compute partial sums, so the roundings differ.
 # The [tests](../tests/test_tensor_parallel.py) do the same for one rank, 16-bit weights, recomputation and clipping.
 #
 # ## What it costs
@@ -1159,7 +1159,7 @@ show.table(rows, head, caption="On each rank, float32")
 # :class: checked
 #
 # Activations take more. They are divided inside the two regions; outside, every rank keeps the whole *residual stream* for LayerNorms and residual additions.
-# Each block keeps $x + y/t$ bytes, and $x$ does not shrink with $t$: each of four ranks holds 43 % of one process's activations, not 25 %.
+# Each block keeps $x + y/t$ bytes, $x$ outside and $y/t$ inside: each of four ranks holds 43 % of one process's activations, not 25 %.
 # The next lesson, [Sequence parallelism](sequence_parallel.md), divides the rest.
 # `````
 #
@@ -1249,7 +1249,7 @@ show.table(
 # ### Overlap in backward
 #
 # Earlier layers wait for the gradient of $X$, but only the optimizer needs the gradients of the weights. So compute the gradient of $X$, start its all-reduce, and compute the weights' gradients meanwhile.
-# For this overlap, `copy_to` and all layers that use $X$ become one autograd function, as in Megatron-LM for one matrix. `parallelize` uses this function unless its argument `edges`, a region's operators, has no `start_enter`.
+# For this overlap, `copy_to` and all layers that use $X$ become one autograd function, as in Megatron-LM for one matrix. `parallelize` uses this function if its argument `edges`, a region's operators, has a `start_enter`.
 # In backward, `start_enter_backward` starts the all-reduce, and `wait_dx()` waits for the sum; computation between the two overlaps with the message.
 
 # %%
@@ -1260,8 +1260,8 @@ show.source(tp.SharedInput.take_output, _Columns.backward)
 #
 # The next cell measures steps over an emulated link of 0.4 Gbit/s, with and without overlap.
 # The prediction adds the messages' time, $\alpha + \beta S$ for $S$ bytes, to a step whose operators send nothing (first row): its results are wrong, but it computes the same products.
-# A step on loopback (second row) already contains the time to copy messages and to wait for other ranks, which on a slower link overlaps with the link's time.
-# A message overlaps at most with the weights' gradients of a region's first layers. These layers have $7h^2$ of a block's $12h^2$ weights (queries, keys, values and `up`), and weights' gradients are a third of the products: together 7/12 of a third.
+# A step on loopback (second row) is no base for the prediction: on a slower link, its copying and waiting overlap with the link's time.
+# A message overlaps at most with the weights' gradients of a region's first layers. These layers have $7h^2$ of a block's $12h^2$ weights (queries, keys, values and `up`), and weights' gradients are a third of the products: at most 7/12 of a third overlaps.
 
 # %% tags=["hide-input", "measured"]
 # Table: steps over a wire, predicted by computing and α + β S
@@ -1310,7 +1310,7 @@ rows = [("nothing is sent", "-", compute), ("loopback", "-", bare)]
 rows += [("the wire, layers one by one", f"{1e3 * (compute + wire):.0f}", plainly)]
 rows += [
     (
-        "the wire, behind the weights' gradients",
+        "the wire, overlapped with the weights' gradients",
         f"from {1e3 * at_least:.0f}",
         overlapped,
     )
@@ -1625,7 +1625,7 @@ show.figure(
 # So one seed for all ranks is wrong, and so is a different seed for each rank.
 
 # %% tags=["hide-input"]
-# Makes both mistakes: a seed for each rank outside, one inside
+# Makes both mistakes: a seed for each rank between regions, one seed inside attention
 DROPS = replace(LAB, dropout=0.1)
 
 
@@ -1781,7 +1781,7 @@ def initialize_on_meta():
 # `tp.full_state_dict` gathers the shards into one process's state dict. `tp.load_full_state_dict` loads it into shards again, on any number of ranks:
 
 # %% tags=["hide-input"]
-# Compares both with one process's numbers, bit for bit
+# Compares the drawn and the loaded weights with one process's, bit for bit
 def resume_training(state):
     model = tp.parallelize(build_model(MODEL), dist.group.WORLD)
     tp.load_full_state_dict(model, state)
@@ -1812,7 +1812,7 @@ print(f"{len(state)} tensors trained on 4 ranks, loaded on 1 and on 2: the same 
 # torch's `clip_grad_norm_` computes the norm of a rank's own gradients only. So each rank scales by a different factor, and whole parameters drift apart. `tp.clip_grad_norm_` sums the squares of sharded gradients over the ranks, and counts whole gradients once.
 
 # %% tags=["hide-input"]
-# Measures the norm: one process's, the module's, torch's by rank
+# Measures the gradient norm: by one process, by tp, and by torch on each rank
 def norms():
     """On a rank: the norms of one process, of `tp`, and of torch on this rank."""
     alone, model = build_model(LAB), tp.parallelize(build_model(LAB), dist.group.WORLD)
@@ -1851,7 +1851,7 @@ print(f"torch's {first:.3f} on rank 0 and {second:.3f} on rank 1")
 # :class: note
 #
 # On this page, results and byte counts are exact; seconds are those of ranks that share a machine, or of an emulated link.
-# Two GPUs would show the deciding ratio: the time of a layer's four all-reduces compared with products of half the size, over NVLink and, where you can choose, over PCIe.
+# Two GPUs would show the deciding ratio: the time of a layer's four all-reduces to that of its halved products, over NVLink and, where you can choose, over PCIe.
 # ```
 #
 # ## Exercises
@@ -2002,7 +2002,7 @@ check(my_gated_ffn)
 # ```
 #
 # A model has $a$ = `heads` heads of queries and $k$ = `kv_heads` of keys and values; query head $i$ uses key and value head $\lfloor i \cdot k / a \rfloor$. Ranks hold consecutive query heads. If there are more ranks than `kv_heads`, several ranks hold the same head of keys and values.
-# Return two lists for `rank` of `size`: the heads of keys and values that it holds, and all ranks that hold the same heads, itself included, over which their gradients have to be summed.
+# Return two lists for `rank` of `size`: the heads of keys and values that it holds, and all ranks, itself included, that hold the same heads and so sum their gradients.
 # `size` divides `heads`, and one of `size` and `kv_heads` divides the other.
 
 # %%
@@ -2130,7 +2130,7 @@ check(my_degree)
 #
 # - Shard the first matrix by columns and the second by rows: nothing is sent in between, and one all-reduce follows. Other orders send two and a half to four and a half times as much.
 # - `copy_to` and `reduce_from` make the gradients right; without `copy_to` the model trains with wrong gradients, and no error is raised.
-# - Attention is sharded by heads instead of columns. Tensors that every rank uses for its own heads ($x$, a latent, shared weights) enter by `copy_to`. Embedding, logits and loss are sharded by vocabulary; ranks exchange three numbers for each token instead of the logits.
+# - Attention is sharded by whole heads, not single columns. Tensors that every rank uses for its own heads ($x$, a latent, shared weights) enter by `copy_to`. Embedding, logits and loss are sharded by vocabulary; ranks exchange three numbers for each token instead of the logits.
 # - Biases that are added after a sum are whole, and added once; all shards come from one initialisation.
 # - Each of $t$ ranks holds a $t$-th of the states, but more than a $t$-th of the activations: the residual stream stays whole.
 # - A block needs four all-reduces of $bsh$ elements in a step. Those of backward can overlap with the weights' gradients, those of forward with other tokens' products; stay within one fast domain all the same.

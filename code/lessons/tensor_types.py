@@ -130,7 +130,7 @@ assert OFF[first][1] < 1e-14 and 0.96 < OFF[second][1] < 0.97
 # %% [markdown]
 # Same output, same loss, and a gradient that is off by 97 %.
 # No test of the forward pass distinguishes the two programs.
-# No single line of the second program is wrong, either: the mistake is to multiply `x` by `up` without `copy_to`.
+# No single line of the second program looks wrong, either: `copy_to` is missing before `x` is multiplied by `up`.
 # This lesson gives every tensor a type, and builds a checker of some 240 lines that finds such mistakes by these types.
 #
 # ## Four types: I, R, V and P
@@ -197,10 +197,10 @@ def follow(program, type_="I"):
 
 
 # %% [markdown]
-# An operator that expects P also accepts V, as in the product with the sharded $W_2$: only the author knows whether the ranks' different numbers are partial sums.
+# An operator that expects P also accepts V, such as the product with the sharded $W_2$: only the author knows whether the ranks' different numbers are partial sums.
 #
 # To test this checker, the next cell checks seven programs. Two real ranks also run each program with random numbers, and finite differences show which gradients are wrong.
-# In *steps*, `I`, `R` or `V` is a product with a parameter of this type.
+# In the column *steps*, `I`, `R` or `V` is a product with a parameter of this type.
 
 # %% tags=["hide-input"]
 # Table: seven programs, the plain checker and finite differences
@@ -279,7 +279,7 @@ show.table(
 # $$
 #
 # where the product of tensors of type I counts once, since all ranks hold a copy, and products of other types are summed over the ranks.
-# So draw $x$ and $dy$ according to their types, run forward and backward once, and compare the two products. In addition, I and R have to be equal on all ranks, and forward must not change the global tensor: V concatenated, P summed.
+# So draw $x$ and $dy$ according to their types, run forward and backward once, and compare the two products. In addition, I and R have to be equal on all ranks, and forward must not change the global tensor, which is V's parts concatenated or P's summed.
 
 # %%
 show.source(adjoint.find_contradictions)
@@ -346,7 +346,7 @@ show.table(
 show.source(_ReduceFrom)
 
 # %% [markdown]
-# The rule for types has three additions to `combine`. P is allowed in sums of P, views, and products with R; `kind` says which of these a function is.
+# The rule for types adds three things to `combine`. P is allowed in sums of P, views, and products with R; `kind` tells these apart.
 # Tensors without a gradient (tokens, masks, anything under `no_grad`) may be I or R as needed, since these differ only in the gradient.
 # A mismatch raises an error with the reason.
 
@@ -375,7 +375,7 @@ show.source(_Columns.forward_unfused)
 # %% [markdown]
 # `dist.all_reduce` turns P into R, in place.
 # Autograd does not see plain collectives.
-# If an all-reduced tensor needs a gradient, backward passes the gradient on unchanged, so the result is I; the checker refuses any other plain collective of such a tensor.
+# If an all-reduced tensor needs a gradient, backward passes the gradient on unchanged, so the result is I, as with `reduce_from`. The checker refuses other plain collectives of such tensors.
 
 # %%
 show.source(core.TypeChecker.check_collective)
@@ -440,7 +440,7 @@ show.table(rows, ["the checker", "gradients right", "some gradient wrong"])
 # %% [markdown]
 # No program that passes has a wrong gradient.
 # [The tests](../tests/test_tensor_types.py) repeat this with the first 60, and once a week with 1,500, of which 452 pass.
-# The checker also refuses programs with right gradients, as it should: for example, a program that sums equal tensors of all ranks computes, on $t$ ranks, $t$ times the value of one process, with the right gradient of this wrong value.
+# The checker also refuses programs with right gradients, as it should: for example, a program that sums equal tensors of $t$ ranks returns $t$ times the right value, and its gradient is right for this wrong value.
 #
 # ## Through backward and the step
 #
@@ -526,7 +526,7 @@ for after, edges in (
 # In BigCode's fork of Megatron-LM all query heads share one head of keys and values.
 # Each rank holds the full weights of this head, and uses them with its own queries.
 # The ranks' gradients of these weights were not summed, so a model had a validation loss of 3.74 instead of 2.64 (bigcode-project/Megatron-LM, issues 35 and 37).
-# The second bug was reported in September 2026 (NVIDIA/Megatron-LM, issue 7452, finding 11): a norm on each head, with one weight for all heads, inside the tensor-parallel attention.
+# The second bug was reported in September 2026 (NVIDIA/Megatron-LM, issue 7452, finding 11): in the attention, the gradients of the norm weight that all heads share were not summed.
 # The attention below can have both bugs. The same operator fixes both: $f$ applied to the weight.
 
 # %%
@@ -800,7 +800,7 @@ print("spmd_types:", found)
 # ### What no type sees
 
 # %% tags=["hide-input"]
-# The harness: a step with a mistake, for two ranks and for the checker
+# Functions that run a step with a mistake, on two ranks and under the checker
 SHAPE = replace(SMALL, layers=1)
 JOINT = torch.randint(64, (2, 4, 16), generator=torch.Generator().manual_seed(0))
 
@@ -1012,7 +1012,7 @@ print(tt.check_step(step_without_gradients, tp=2))
 # ### Every mistake of this course
 #
 # This table shows which test finds each mistake in the lessons' sections "What goes wrong".
-# Eleven mistakes were run above: on two ranks compared with one process, and under the checker.
+# Eleven mistakes are run here: on two ranks compared with one process, and under the checker.
 # The other rows rely on measurements in their lessons; programs that raise, hang or only take time have no numbers to compare. An empty cell means that the test does not apply. (The table of [Model parallelism](model_parallelism.md#what-goes-wrong-and-how-it-looks) uses these results.)
 
 # %% tags=["hide-input"]
@@ -1112,7 +1112,7 @@ assert (len(RUN), count_["right loss"], count_["found"], count_["both"]) == (
     6,
 )
 PASSES, NOT = "passes", "not checked"
-RANDOM, EQUAL = "nothing: masks are random", "nothing: all is right"
+RANDOM, EQUAL = "nothing: masks are random", "nothing: all numbers are right"
 rows += [
     (
         "tensor_parallel",
@@ -1145,9 +1145,9 @@ rows += [
     ("pipeline", "stages with two schedules", "", NOT, "hangs; validate"),
     ("pipeline", "two messages swapped", "loss", NOT, "validate"),
     ("pipeline", "a stage raises", "", "", "the earliest error"),
-    ("collectives", "other order or shape; no call", "", NOT, "hangs, or raises"),
+    ("collectives", "another order or shape, or no call", "", NOT, "hangs, or raises"),
     ("collectives", "two sums swapped", "outputs", NOT, ""),
-    ("gemm", "not summed; joined as rows; averaged", "outputs", PASSES, ""),
+    ("gemm", "partial sums not summed, joined as rows, or averaged", "outputs", PASSES, ""),
     ("gemm", "summed in bfloat16", "within rounding", PASSES, "a sum in float32"),
     ("train", "no process group", "gradients", "finds it", ""),
     ("train", "same batches on all ranks", "loss: one rank's", PASSES, ""),
@@ -1159,7 +1159,7 @@ rows += [
         "all ranks write; model outlives group",
         "",
         NOT,
-        "a broken file; never ends",
+        "a broken file; the run never ends",
     ),
     ("checkpoint", "one folder for all saves", "nothing", NOT, "loading a killed save"),
     (
@@ -1207,7 +1207,7 @@ show.table(
 # :class: checked
 #
 # Of the eleven mistakes that were run, seven have the loss of one process, to ten digits; all eleven have a wrong gradient in that step, or in the next step.
-# The checker finds six of these seven, and one more. It misses factors, unequal initial weights and sequences that were cut in two. The loss shows all of these but one factor, and the gradients show all.
+# The checker finds six of these seven, and one more. It misses factors, wrong initial weights and sequences that were cut in two. The loss shows all of these but one factor, and the gradients show all.
 # `````
 #
 # So use both tests.
@@ -1219,7 +1219,7 @@ show.table(
 #
 # | for | against |
 # |---|---|
-# | Finds wrong gradients that no output shows, before the program runs: of 1,500 programs, all that passed were right | Refuses right programs, too: 216 of 1,048 |
+# | Finds wrong gradients that no output shows, before the program runs: of 1,500 programs, all that passed were right | Of 1,048 refused programs, 216 have right gradients |
 # | Names the line, the operation and the fix | Each operator that communicates has to state its signature, which the checker does not verify |
 # | Needs one process, no GPU, no reference, some milliseconds per layer | Factors, random numbers and starting values have no types |
 # | Follows ordinary code, the optimizer's step included | Hooks in backward and point-to-point messages are not checked |
@@ -1382,7 +1382,7 @@ check(my_sum)
 # y = \sum_{\text{ranks}} \big(\mathrm{SiLU}(x\,G) \cdot x\,U\big)\, s\, D + b .
 # $$
 #
-# `x`, `scale` and `bias` are I, `gate`, `up` and `down` are this rank's shards, as `nn.Linear` keeps them. The network below has the right output and wrong gradients. Repair it with `copy_to` and `reduce_from`. The check runs the checker, and compares the network with one process.
+# `x`, `scale` and `bias` are I; `gate`, `up` and `down` are this rank's shards, as `nn.Linear` keeps them. The network below has the right output and wrong gradients. Repair it with `copy_to` and `reduce_from`. The check runs the checker, and compares the network with one process.
 
 # %%
 def my_network(x, gate, up, down, scale, bias, group):
@@ -1444,7 +1444,7 @@ check(answer, "type_plan")
 # :class: dropdown
 # ```
 #
-# Three mistakes change types. The loss shows its own factor, and also wrong positions, if you compare enough digits. With a wrong order of data every single step is right.
+# Three mistakes change types. The loss shows its double division, and also wrong positions, if you compare enough digits. With a wrong order of data every single step is right.
 
 # %%
 answer = {

@@ -19,12 +19,12 @@
 # After this lesson you can
 #
 # - change a script for one GPU into one for many GPUs, in three small steps, and show after each step that the script still trains the same model;
-# - name the lines that are wrong on several ranks, without an error: data, seeds, losses, checkpoints, the loss scale;
+# - name the lines that are silently wrong on several ranks: data, seeds, losses, checkpoints, the loss scale;
 # - stop in the middle of an epoch and resume, with losses that are bitwise equal on the same number of ranks, and equal up to rounding on any other number that divides the batch;
 # - train your own model with [a script that you can copy](#the-script-to-take-home).
 #
 # Before you start, a puzzle.
-# Two ranks run a script that trains a small GPT. There is no error, both losses fall, and two GPUs would both be busy.
+# Two ranks run a script that trains a small GPT. There is no error, both losses fall, two GPUs would be busy. What is wrong?
 
 # %% tags=["hide-input"]
 # Imports, and how the page runs a script on ranks
@@ -382,7 +382,7 @@ show.source(core.main)
 #
 # The script still lacks gradient accumulation, 16-bit precision, resuming, and sharding for models that do not fit into one GPU.
 # [code/train.py](../code/train.py) has all of these in one file of some 600 lines that needs only PyTorch: copy it anywhere, and run it with `torchrun`, `srun` or `python`.
-# Replace its model and data, some hundred lines, by yours: `GPT`, `load_text` and `Windows`.
+# Replace its model (`GPT`) and data (`load_text`, `Windows`), some hundred lines, with yours.
 # `main` calls the methods of a `Training`, among them these two:
 
 # %%
@@ -392,7 +392,7 @@ show.source(take_home.main, Training.make_loader, Training.step)
 # `make_loader` distributes the rest of an epoch, so a run that resumes in the middle of an epoch reads no window twice. `build` is the function that builds the model: the course's GPT on this page, `GPT` in the script.
 # `pin_memory` puts batches into host memory that the GPU can read itself, so `.to` with `non_blocking=True` returns before the copy is done.
 # The kernels that use the batch follow the copy in the same stream, so the CPU need not wait for it.
-# The CPU waits only in `copied.synchronize()`, until the GPU begins this step; all the step's kernels are queued by then.
+# The CPU waits only in `copied.synchronize()`, where the step's kernels are already queued, until the GPU begins the step.
 # Each line of `metrics.jsonl` has loss, gradient norm, seconds, tokens per second, memory, and MFU if the device's peak FLOP/s is known or given.
 
 # %% tags=["hide-input"]
@@ -455,7 +455,7 @@ _ = compare_take_home("micro-batches of 2", micro=2)
 #
 # `autocast` computes matrix products in `bfloat16` and keeps weights, gradients and optimizer in `float32`. `bfloat16` has `float32`'s range and 8 significant bits.
 # `parallelize_model` ([below](#fsdp2-weights-gradients-and-optimizer-sharded)) wraps the model's forward in `autocast`, so validation computes as training does.
-# The scaler does nothing unless `precision="fp16"`: `float16` needs [a scale that all ranks share](trainers.md#fp16-a-scale-that-all-ranks-share).
+# The gradient scaler does nothing unless `precision="fp16"`: `float16` needs [a scale that all ranks share](trainers.md#fp16-a-scale-that-all-ranks-share).
 
 # %% tags=["hide-input"]
 # Compares bf16 on two ranks with float32 in one process, with a larger tolerance
@@ -641,14 +641,14 @@ show.table(
 )
 
 # %% [markdown]
-# Efficiency is the speed-up divided by the number of ranks. Two columns say why it is below 100 %:
+# Efficiency is the speed-up divided by the number of ranks. Three causes keep it below 100 %; two have columns:
 #
 # - *Compute per window* is above 1 if ranks compete for a resource (here four ranks have half a core each) or if small batches keep a GPU less busy.
 # - *Messages* is the part of the all-reduce that backward does not hide.
 # - The rest is waiting for the slowest rank.
 #
 # The slides of a course at Jülich have [1 h 32 min on one GPU, 25 minutes on 4 and 14 on 8](https://github.com/sab148/Running-and-Scaling-Performent-Deep-Learning-Models-on-HPC-Original/blob/0e3c3305509900761d17f9170f6c743f9d51ec96/03-parallelize-training.md): speed-ups of 3.7 and 6.6, efficiencies of 92 and 82 %.
-# In [its script](https://github.com/sab148/Running-and-Scaling-Performent-Deep-Learning-Models-on-HPC/blob/1b90cf6cc86aa43b65ac969f43b94386bdda40f1/train/single_gpu_training.py) each *rank's* batch is constant. The global batch grows from 512 to 2,048 and 4,096, so the job reads as many windows in a quarter and an eighth of the steps. Each GPU stays as busy as a single GPU, but the final loss is different.
+# In [its script](https://github.com/sab148/Running-and-Scaling-Performent-Deep-Learning-Models-on-HPC/blob/1b90cf6cc86aa43b65ac969f43b94386bdda40f1/train/single_gpu_training.py) each *rank's* batch is constant. The global batch grows from 512 to 2,048 and 4,096, so the same windows take a quarter and an eighth of the steps. Each GPU stays as busy as a single GPU, but the final loss is different.
 # The table above keeps the global batch constant, so the training is the same.
 #
 # ## The script to take home
@@ -688,7 +688,7 @@ print("the second start made", len(rest), "more steps")
 # `lock_folder` raises an error if another job uses the folder, or if ranks see different folders.
 # These errors, damaged checkpoints and bad options end all ranks with a one-line message and status 2.
 #
-# The script needs three texts and a model with a list `blocks`. For `--tensor`, also list the names of the model's matrices in `STYLES`.
+# The script needs training, validation and test texts, and a model with a list `blocks`. For `--tensor`, also list the names of the model's matrices in `STYLES`.
 # Checkpoints load under any strategy, on any number of ranks that divides the batch.
 #
 # ## What goes wrong, and how it looks
@@ -726,14 +726,14 @@ print("the second start made", len(rest), "more steps")
 # | step | what you write | what is checked on two ranks |
 # |---|---|---|
 # | 1, 2 | `init_process_group`, `destroy_process_group` around `main` | a group of two, and none at the end |
-# | 3 | a device by `LOCAL_RANK` | without a GPU: your source |
-# | 4 | `manual_seed(seed + 1 + rank)` after the model | one seed for weights, two afterwards |
+# | 3 | a device by `LOCAL_RANK` | without a GPU: your source code |
+# | 4 | `manual_seed(seed + 1 + rank)` after the model | one seed for weights, different seeds afterwards |
 # | 5 | `DistributedDataParallel` | forward goes through the wrapper |
 # | 6, 7 | `DistributedSampler`, `batch // world` | no window twice, 16 windows in a step |
 # | 8, 9 | `drop_last=True`, `set_epoch` | each step's windows are those of one process |
 # | 10 | the mean of the loss | the printed loss, to four digits |
 # | 11, 12 | validation by shares, each window once | each rank's windows; the printed loss |
-# | 13, 14, 15 | rank 0 prints and writes, the others wait | output, files and their names, on a slow disk |
+# | 13, 14, 15 | rank 0 prints and writes, the others wait | output, files and their names, with slow saves |
 # | 16, 17 | `fully_shard`; full weights in the files | units; names and shapes in the files |
 #
 # This is a Slurm batch file for one GPU, with the changes for four as comments; for two nodes see [Clusters](cluster.md).
@@ -978,7 +978,7 @@ check(answer, "states_of_a_job")
 # %% [markdown]
 # DDP holds more: its buckets are a second copy of the gradients (without `gradient_as_bucket_view=True`), and `autocast` keeps its 16-bit weights for backward. So 11 GB are left for activations. FSDP2 leaves 37 GB, minus one or two gathered blocks; every micro-batch reduces gradients, so no unsharded gradients are kept.
 # Begin with `ddp`, which sends least, and the largest `--micro` that fits. If only 1 or 2 fit, `fsdp2` leaves three times as much memory, and the larger matrix products may save more time than its messages cost.
-# A rank has 64 sequences of a step. If a signal comes during a step, the next step is the last: two steps and a save must take less than 60 seconds. Measure both.
+# Each rank has 64 sequences per step. After a signal during a step, the next step is the last: measure whether two steps and a save take less than 60 seconds.
 # `--every` follows from how long a save takes and how often a job dies ([Checkpoints](checkpoint.md#how-often-to-save)).
 # First of all, compare ten losses with one process and the same seed; better, compare [every tensor](parity.md#comparing-two-scripts).
 #
@@ -989,7 +989,7 @@ check(answer, "states_of_a_job")
 #
 # - Forty lines turn a script for one process into one for many; compare losses and weights with one process after each change.
 # - All ranks share one seed for the weights and one for the order of the data; each has its own seed for dropout.
-# - All-reduce sums and counts, then divide: in training losses, in validation, in accumulation.
+# - Add up all ranks' sums and counts, then divide: in training losses, in validation, in accumulation.
 # - One rank writes a full checkpoint, or each rank its shards; write under a temporary name, then rename.
 # - The checkpoint holds everything that decides the next step: weights, optimizer, scaler, position in the data, random states.
 # - If a decision depends on one rank's data (stop, skip a step), all ranks need an all-reduce to agree on it.

@@ -74,7 +74,7 @@ show.source(lightning.build_trainer, lightning.main)
 #
 # ### Two nodes
 #
-# Under Slurm Lightning starts no processes. `srun` starts one task per GPU, and Lightning reads its rank from Slurm's variables.
+# Under Slurm, Lightning starts no processes. `srun` starts one task per GPU, and Lightning reads its rank from Slurm's variables.
 # So `--ntasks-per-node` and `devices` both have to be the number of GPUs of a node, and `num_nodes` the job's number of nodes; Lightning compares them with Slurm's variables.
 # [lightning.sbatch](../code/shardlab/trainers/lightning.sbatch) is the batch file:
 
@@ -83,7 +83,7 @@ existing_ranks.show_batch_file()
 
 # %% [markdown]
 # Two minutes before the time limit Slurm sends `SIGUSR1` to each task. Lightning's handler then saves a checkpoint, and calls `scontrol requeue`, which puts the job back into the queue.
-# The signal may reach the ranks in different steps. A rank that saves then waits for the other ranks, while these wait in another collective, and sometimes the job hangs ([Lightning#21406](https://github.com/Lightning-AI/pytorch-lightning/issues/21406), version 2.6).
+# The signal may reach the ranks in different steps. A rank that saves waits for the other ranks, which wait in another collective, and sometimes the job hangs ([Lightning#21406](https://github.com/Lightning-AI/pytorch-lightning/issues/21406), version 2.6).
 # So a callback records the signal. Every ten steps an all-reduce tells all ranks whether any rank got the signal; if so, all call Lightning's handler:
 
 # %%
@@ -155,7 +155,7 @@ assert min(one[1]) > 1  # clipping cuts in every step
 show.table(rows, ["2 ranks, 10 steps", "losses", "norms before clipping", "weights"])
 
 # %% [markdown]
-# "Equal" means within $10^{-5}$ (losses, norms) or $10^{-4}$ (weights), since AdamW moves a weight by up to $10^{-3}$ however small its gradient.
+# "Equal" means within $10^{-5}$, for weights within $10^{-4}$, since AdamW moves a weight by up to $10^{-3}$ however small its gradient.
 # The last row shows an easy mistake. By default `ModelParallelStrategy()` shards over nodes, and uses the ranks of a node for tensor parallelism. On one node its `"data_parallel"` mesh has one rank, so `fully_shard` does not shard. Without a warning, both ranks read the same windows and compute the same: you pay for two GPUs, and train as with one.
 # FSDP1 (`strategy="fsdp"`) does not run on CPUs.
 #
@@ -245,7 +245,7 @@ show.table(rows, ["you write", "you get"])
 #
 # Hugging Face **accelerate** keeps your loop: `model, optimizer, loader = accelerator.prepare(model, optimizer, loader)`, then `accelerator.backward(loss)`.
 # The course does not install it. On 23 November 2026 we ran version 1.15.0 under `torchrun --nproc-per-node=2` with `Accelerator(cpu=True)`: five losses were equal to those of one process within $5\cdot10^{-7}$, clipping included.
-# You configure it by arguments of `Accelerator`, or by a file that `accelerate config` writes, in our run with `distributed_type: MULTI_CPU`, `use_cpu: true`, `num_processes: 2`.
+# You configure it by arguments of `Accelerator`, or by a file that `accelerate config` writes; our file had `distributed_type: MULTI_CPU`, `use_cpu: true`, `num_processes: 2`.
 # Print the number of processes, the wrapper and the precision that you get. On a CPU all three silently differed from the configuration:
 #
 # - `accelerate launch` with that file started *one* process;
@@ -376,16 +376,16 @@ show.table(
 # %% [markdown]
 # The overflows come from training itself; the cell does not inject any.
 # The first overflow is in one rank's shard. This rank halves its scale, the other rank does not.
-# From then on the reduce-scatter adds gradients with two different scales. The gradients with the larger scale overflow in the same shard in every step, although that shard's rank keeps halving its smaller scale: half of the model no longer trains.
+# From then on the reduce-scatter adds gradients with two different scales. The larger scale makes the sum overflow in the same shard every step, although that shard's rank keeps halving its own scale: this half of the model no longer trains.
 # One all-reduce of one number, with MAX, repairs this.
 # With stage 2 of the course's ZeRO the same mistake ends in a hang: a rank that steps joins the all-gather of new weights, a rank that skips the step does not (`tests/test_trainers.py`).
 #
-# `torch.amp.GradScaler` needs no repair with FSDP2: gradients are `DTensor`s, which call this all-reduce themselves ([pytorch#132816](https://github.com/pytorch/pytorch/pull/132816)). The same test compares `GradScaler` with our `LossScaler`: scales and weights are bitwise equal.
+# `torch.amp.GradScaler` needs no repair with FSDP2: gradients are `DTensor`s, which call this all-reduce themselves ([pytorch#132816](https://github.com/pytorch/pytorch/pull/132816)). `tests/test_trainers.py` also compares `GradScaler` with our `LossScaler`: scales and weights are bitwise equal.
 #
 # ````{admonition} Checked: "GradScaler knows DTensors, so all ranks decide alike"
 # :class: checked
 #
-# This holds only if the *first* gradient is sharded: its placement decides how the flag is reduced (torch 2.13, November 2026).
+# This holds only if the *first* gradient is sharded: its placement decides how the overflow flag is reduced (torch 2.13, November 2026).
 # With a replicated gradient before a sharded one, as in tensor parallelism, one rank's scale became 512 and the other's stayed at 1,024. A mix of DTensors and plain tensors raises an error.
 # ````
 
@@ -531,7 +531,7 @@ show.table(rows, ["step", *map(str, range(1, 11))])
 
 # %% [markdown]
 # With an initial scale of $2^{20}$ DeepSpeed skips five steps: four halve the scale; one does not, because of the hysteresis.
-# After an overflow DeepSpeed doubles the scale after four good steps, not three: its window is one step longer.
+# Between an overflow and the next doubling DeepSpeed takes four good steps, not three: its window is one step longer.
 #
 # ## What goes wrong, and how it looks
 #
@@ -540,7 +540,7 @@ show.table(rows, ["step", *map(str, range(1, 11))])
 # | losses differ from the script's from the first step | [the order](#what-a-trainer-changes-without-being-asked): Lightning's sampler shuffles, unless `use_distributed_sampler=False` |
 # | with `ModelParallelStrategy`, two GPUs take as long as one | [`data_parallel_size`](#comparison-with-a-plain-loop): its default shards over nodes |
 # | a job hangs at its time limit: two ranks save at different steps | [same step on all ranks](#two-nodes): a flag in an all-reduce, then Lightning's handler |
-# | a job is ended at its time limit, without a checkpoint | [`--signal`](#two-nodes), without `B:` |
+# | a job is ended at its time limit, without a checkpoint | [`--signal`](#two-nodes) is missing, or has `B:` |
 # | losses rise after an overflow, scales differ by rank | [one decision for all ranks](#a-scale-on-each-rank-broken-and-repaired): each rank checks only its own shard |
 # | the run ends with an exception, at the smallest scale | [`min_loss_scale`](#fp16-in-deepspeeds-configuration): the loss is nan, or gradients overflow at any scale |
 #

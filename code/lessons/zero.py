@@ -121,7 +121,7 @@ def digest_weights():
 
 
 # %% tags=["hide-input"]
-# Table: bytes held by four ranks, and bytes of different tensors among them
+# Table: bytes held by four ranks, with and without copies
 held, different = defaultdict(int), defaultdict(int)
 everywhere = [entry for found in ranks.run(digest_weights, 4) for entry in found]
 for kind, size, _ in everywhere:
@@ -194,7 +194,7 @@ show.table(
 
 
 # %% [markdown]
-# On 4 ranks stage 1 already saves more than half, since the optimizer is 12 of the 16 bytes. On 64 ranks only stage 3 saves much more: the states that stages 1 and 2 do not shard stay as large as before.
+# On 4 ranks stage 1 already saves more than half, since the optimizer is 12 of the 16 bytes. From 4 to 64 ranks only stage 3 shrinks 16-fold: the states that stages 1 and 2 do not shard stay as large.
 #
 # ## A minimal version of each stage
 #
@@ -259,8 +259,8 @@ def check_equal(plain):
     # gloo adds in an order of its own; float64 rounds at 1e-16.
     assert ranks.choose_backend(2)[1] != "cpu" or on_two == 0.0
     assert on_two < 5e-3 and on_four < 1e-10
-    print("from one process, 2 ranks, float32:", on_two)
-    print("from one process, 4 ranks, float64: below 1e-10")
+    print("largest difference from one process, 2 ranks, float32:", on_two)
+    print("largest difference from one process, 4 ranks, float64: below 1e-10")
 
 
 check_equal(stage_1)
@@ -423,7 +423,7 @@ show.table(
 # %% [markdown]
 # The core sends a few flat tensors of any size instead of a message per parameter, and ranks compute meanwhile.
 # In stage 3 the core's peak is no higher, although it gathers two blocks at a time instead of one layer.
-# The core's stages 1 and 2 have the same peak here, because the buckets are larger than this model; [below](#zero-peak) they are smaller.
+# The core's stages 1 and 2 have the same peak here, because the buckets are larger than this model; [below](#zero-peak) buckets are smaller.
 #
 # ## The core
 #
@@ -446,7 +446,7 @@ show.source(zero.FlatParams)
 show.source(zero.ReduceScatter)
 
 # %% [markdown]
-# `FlatGrads` does for a flat tensor what the hook of the plain stage 2 does for a parameter, in three calls: `add_gradient` when autograd has a gradient, `start_reduce_scatter` when all gradients are there, `finish_reduce_scatter` later.
+# `FlatGrads` reduce-scatters a flat tensor's gradients, as the plain stage 2's hook does for a parameter, in three calls: `add_gradient` for each gradient that autograd computes, `start_reduce_scatter` after the last gradient, `finish_reduce_scatter` later.
 # If no rank has a parameter's gradient, the piece's `grad` has to stay `None`, as in one process. `resolve_missing`, which is called last, does this.
 
 # %%
@@ -480,7 +480,7 @@ show.source(zero.Zero2)
 #
 # The plain stage 3 waits for two all-gathers for each layer. Here the model is divided into *units*, by default its blocks, and while one unit computes, the next one is gathered.
 #
-# Step through a training step. Weights are above, gradients below. A weight has the colour of the rank that keeps its shard. A gradient has the colour of the rank from whose batch it is. A thick outline marks what has just arrived.
+# Step through a training step. Weights are above, gradients below. A weight has the colour of the rank that keeps its shard. A gradient has the colour of the rank whose batch it comes from. A thick outline marks what has just arrived.
 #
 # :::{step-through} Stage 3 on four ranks, three blocks
 # 1. ![Before the step. Two tables, weights above and gradients below, with a row for each of four ranks and three blocks side by side, each divided into four shards. Of each block's weights rank r holds only shard r. There are no gradients.](../figures/steps/zero_1.svg)
@@ -521,7 +521,7 @@ show.source(zero.Zero2)
 #
 # 10. ![Block 1's weights are freed and its gradients reduce-scattered. Of the weights and of the averaged gradients of all three blocks rank r now holds only shard r.](../figures/steps/zero_10.svg)
 #
-#     Each rank has a quarter of the weights and a quarter of the gradients, and steps that quarter.
+#     Each rank has a quarter of the weights and a quarter of the gradients, and updates its weights.
 #     No all-gather follows: the next forward gathers what it needs.
 # :::
 #
@@ -531,7 +531,7 @@ show.source(zero.Zero2)
 #
 # The hooks are those of the plain version, on units, and have the names that FSDP2 gives them: `_pre_forward`, `_post_forward`, `_pre_backward`, `_post_backward`.
 # The two `_pre_` hooks also call `_prefetch_next`, which follows the order of units in the last forward.
-# Autograd has no hook that runs after a unit's backward; `Zero3` takes this backward as done when the gradients of all the unit's inputs are computed.
+# Autograd has no hook that runs after a unit's backward, so `Zero3` uses the moment when the gradients of all the unit's inputs are computed.
 # Parameters that belong to no unit, here the embedding and the last LayerNorm, are the `rest`. Hooks of the whole module gather the rest once, and keep it gathered for the step.
 
 # %%
@@ -541,7 +541,7 @@ show.source(zero.Unit.reduce_gradients, zero.Zero3)
 # %% [markdown]
 # ## Five steps equal one process
 #
-# The cell compares every rank's losses, and all weights after five steps of AdamW, with one process, first without clipping, then with gradients clipped to a norm of 0.5.
+# The cell compares five steps of AdamW with one process: every rank's losses, and all final weights, first without clipping, then with gradients clipped to a norm of 0.5.
 
 # %% tags=["hide-input"]
 # Compares losses and weights of each stage with one process
@@ -600,7 +600,7 @@ show.table(rows, head, caption="Largest differences from one process")
 
 
 # %% [markdown]
-# Zero means bitwise equal. On four ranks libraries differ by some 1e-6 (FSDP2 [below](#zero-fsdp)), since they add in the fastest order.
+# Zero means bitwise equal. On four ranks libraries differ from one process by some 1e-6 (FSDP2 [below](#zero-fsdp)), since they add in the fastest order.
 # Clipping needs the norm of *all* gradients. Each rank sums the squares of its own shard, and one all-reduce adds up these sums.
 # One process adds in a different order, so the last digits differ; in float64, which has nine more digits, the difference is nine digits smaller.
 #
@@ -775,7 +775,7 @@ show.table(rows, head)
 
 # %% [markdown]
 # As one unit, stage 3 has a higher peak than stage 2 with small buckets: 26.8 MB against 23.9 MB.
-# Stage 2 with buckets of 25 MiB has the highest, 31.9 MB: the whole model fits into one such bucket here, so all gradients exist at once, as in stage 1.
+# Stage 2 with buckets of 25 MiB has ZeRO's highest peak, 31.9 MB: the whole model fits into one such bucket here, so all gradients exist at once, as in stage 1.
 # Units and buckets decide how many full tensors exist at a time. With one unit, all weights are gathered at once, $4P$ bytes, and all gradients exist before any is sent, another $4P$. With a unit per block, two blocks have full weights, and one has full gradients.
 # The figure shows the bytes held over a step, measured on [a larger model](../figures/zero.py):
 #
@@ -1007,7 +1007,7 @@ show.check_timing(
 show.check_timing(
     ratios[1] < ratios[0], "the more there is to compute, the less ZeRO-3 costs"
 )
-head = ["compute (ms)", "link, 3P (ms)", "way", "predicted (ms)", "measured (ms)"]
+head = ["compute (ms)", "sending 3P (ms)", "way", "predicted (ms)", "measured (ms)"]
 show.table(rows, [*head, "difference (%)", "relative to data parallel"])
 
 
@@ -1015,8 +1015,8 @@ show.table(rows, [*head, "difference (%)", "relative to data parallel"])
 # `````{admonition} Checked: "stage 3 sends 50 % more, so it is 50 % slower"
 # :class: checked
 #
-# It does send 50 % more. If a step mostly waits for the link (first three rows), it also takes nearly 50 % longer.
-# If a rank computes for longer than it sends (fourth and fifth row), the additional messages overlap with forward, in which data parallelism sends nothing.
+# It does send 50 % more. If a step mostly waits for the link (rows 1–2), it also takes nearly 50 % longer.
+# If a rank computes for longer than it sends (rows 4–5), the additional messages overlap with forward, in which data parallelism sends nothing.
 # Without prefetching they do not overlap (last row).
 # The ratio of FLOP to bytes decides. It grows with the tokens that each rank has per step, and does not depend on the model's size, since FLOP and bytes are proportional to $P$.
 # `````
@@ -1042,7 +1042,7 @@ def with_fsdp(config, per_block=True):
 
 
 # %% [markdown]
-# The table compares five steps of the same model under both, on 2 and 4 ranks.
+# The table compares five steps under FSDP2 and our stage 3, on 2 and 4 ranks.
 
 # %% tags=["hide-input"]
 # Table: five steps of stage 3 compared with FSDP2
@@ -1094,7 +1094,7 @@ for name, size in zip(("a unit per block", "one unit"), theirs, strict=True):
 
 # %% [markdown]
 # As one unit, FSDP2's peak is 2.0 times that of a unit per block, and ours 1.6 times.
-# FSDP2 overlaps by CUDA streams, which a CPU does not have, so its times on a CPU do not show its real speed; [the benchmark](../benchmarks/zero.py) measures them nevertheless, and says so.
+# FSDP2 overlaps by CUDA streams, which a CPU does not have, so its times on a CPU do not show its real speed; [the benchmark](../benchmarks/zero.py) measures them nevertheless, with this warning.
 #
 # The libraries have other names for the same things:
 #
@@ -1558,7 +1558,7 @@ check(my_stage)
 # ```{solution-end}
 # ```
 #
-# A last question without a check: 7 billion parameters on 8 ranks of 24 GB fit in stage 3 by `my_stage`, with nothing to spare. What have you left out? (Which units are whole, and what is in the buckets?)
+# A last question without a check: by `my_stage`, 7 billion parameters and 10 GB of activations just fit on 8 ranks of 24 GB in stage 3. What does `my_stage` leave out? (Which units are full, and what do buckets hold?)
 #
 # ## Summary
 #
@@ -1572,7 +1572,7 @@ check(my_stage)
 #
 # ## Further reading
 #
-# - {cite:t}`rajbhandari2020zero`: the three stages; section 5 is this lesson's memory, section 7 its bytes. Section 6 partitions activations, too, but for tensor parallelism.
+# - {cite:t}`rajbhandari2020zero`: the three stages; section 5 derives their memory, section 7 their bytes sent. Section 6 partitions activations, too, but for tensor parallelism.
 # - {cite:t}`zhao2023fsdp`: the first FSDP, with what prefetching and freeing do to a GPU's allocator.
 # - {cite:t}`xu2020sharding`: stage 1 discovered independently, by a compiler that shards the weight update.
 # - {cite:t}`rajbhandari2021infinity`: where to put shards when all GPUs together are too small.

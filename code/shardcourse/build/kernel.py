@@ -92,7 +92,7 @@ def execute_pages(
     done: Callable[[str, NotebookNode | LessonError], None],
     cpu: bool = False,
 ) -> None:
-    """Execute the pages `names`, AT_ONCE at a time, or one on a machine with one core.
+    """Execute the pages `names`, MAX_CONCURRENT_PAGES at a time: one if there is one core.
 
     done: called with a page's name and its notebook (see `execute_page`) or its error at its end.
 
@@ -164,7 +164,7 @@ def list_outdated_reasons(
 
     The reasons are clauses; [] means that the recording is current.
 
-    reader: one that several calls share while no file changes.
+    finder: one that several calls share while no file changes.
     """
     recorded = get_metadata(lesson)
     key = compute_key(name, root, finder=finder, opened=recorded.get("opened", ()))

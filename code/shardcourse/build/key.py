@@ -210,7 +210,7 @@ def compute_key(
     """Return the current key of the page `name` of the course in the folder `root`.
 
     book: the page as a notebook, if it was read before.
-    reader: one that several calls share while no file changes.
+    finder: one that several calls share while no file changes.
     opened: paths below the root that the page's execution opened, from its recording.
     """
     finder = finder or DependencyFinder(root)

@@ -194,7 +194,7 @@ class TensorSizes:
 def compute_sizes(
     config: Config, batch: int, seq: int, element: int, tp: int, sequence: bool
 ) -> TensorSizes:
-    """Return Sizes for `element` bytes per element; sequence: tokens are cut by tp."""
+    """Return TensorSizes for `element` bytes per element; sequence: tp shards the tokens."""
     b_s, h = batch * seq, config.hidden
     tokens = -(-b_s // (tp if sequence else 1))
     stream = tokens * h * element
@@ -232,7 +232,7 @@ def compute_sizes(
 def kept_by_norm(config: Config, z: TensorSizes, device: str, recomputed: bool = False) -> int:
     """Return the bytes that one norm keeps; its output, used later, counts here.
 
-    again: the products that follow recompute the norm when they need its output.
+    recomputed: the products that follow recompute the norm when they need its output.
     """
     if recomputed:
         return z.stream
@@ -292,7 +292,7 @@ def _kept_by_core(config: Config, z: TensorSizes, recomputed: bool, kind: str, d
         heads = 2 * z.query + 2 * z.output
         return heads + kept_by_softmax(z, config.dropout > 0, device) + z.rotary_tables
     if kind == "fused":
-        # A CPU's kernel returns heads before tokens: `out` keeps a copy in the other order.
+        # A CPU's kernel returns heads before tokens: the output projection keeps a copy.
         copied = device == "cpu" and z.row_stats > z.row_stats_per_head
         return kept_by_projections(z) + z.rotary_tables + (z.output if copied else 0) + z.row_stats
     # Keys and values are repeated for every head.
@@ -311,7 +311,7 @@ def kept_by_dropout(config: Config, z: TensorSizes, device: str) -> int:
 
 
 def count_wide_tensors(config: Config, recomputed: bool) -> int:
-    """Return the number of wide tensors kept; again: only the products' inputs."""
+    """Return the number of wide tensors kept; recomputed: only the products' inputs."""
     return WIDE_TENSORS[config.mlp] // 2 if recomputed else WIDE_TENSORS[config.mlp]
 
 

@@ -21,11 +21,10 @@ _LOOP_SECONDS = 0.1  # time of _LOOPS on an idle core of an AMD EPYC server, wit
 _BUSY_LOAD = 0.15  # load from which a machine is busy; an idle machine's services take less
 
 
-def check_timing(holds: bool, claim: str) -> bool:
-    """Return `holds`; if it is False, print that `claim` was not seen, and the machine's load."""
+def check_timing(holds: bool, claim: str) -> None:
+    """Unless `holds`, print that `claim` was not seen, and the machine's load."""
     if not holds:
         print(format_unseen_claim(claim))
-    return bool(holds)
 
 
 def format_unseen_claim(claim: str) -> str:

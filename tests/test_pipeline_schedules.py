@@ -75,7 +75,7 @@ def torch_orders() -> tuple[list[tuple], int]:
     """Return (schedule, p, m, v, torch's order by stage), and how many torch refuses."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, draw_schedules
+    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, schedules
 
     kinds = {
         "FORWARD": "F",
@@ -88,7 +88,7 @@ def torch_orders() -> tuple[list[tuple], int]:
         group = dist.new_group(list(range(p)))
         for name, v in (("interleaved", 1), ("interleaved", 2), ("interleaved", 3), ("zb-v", 2)):
             zbv = name == "zb-v"
-            cls = draw_schedules.ScheduleZBVZeroBubble if zbv else ScheduleInterleaved1F1B
+            cls = schedules.ScheduleZBVZeroBubble if zbv else ScheduleInterleaved1F1B
             parts = (0, 2 * p - 1) if zbv else [chunk * p for chunk in range(v)]
             module = torch.nn.Linear(1, 1, device="meta")
             stages = [
@@ -156,30 +156,28 @@ def test_the_bubble_rates_of_the_zero_bubble_paper(p, m, v, times, rates) -> Non
 @QUICK
 @given(*[st.integers(1, n) for n in (8, 20, 4, 9, 9, 9)])
 def test_closed_forms_of_the_bubble(p, m, v, f, i, w) -> None:
-    def make_schedules(name: str, chunks: int | None = None) -> Timeline:
+    def run(name: str, chunks: int | None = None) -> Timeline:
         return simulate(make_schedule(name, p, m, chunks), *map(Fraction, (f, i, w, 0)))
 
     b = i + w
     # Huang et al. 2019 (arXiv 1811.06965); Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.
-    assert make_schedules("naive").step_time == p * m * (f + b)
-    assert make_schedules("naive").bubble == Fraction(p - 1, p)
+    assert run("naive").step_time == p * m * (f + b)
+    assert run("naive").bubble == Fraction(p - 1, p)
     for name in ("gpipe", "1f1b"):
-        assert make_schedules(name).step_time == (m + p - 1) * (f + b)
-        assert make_schedules(name).bubble == Fraction(p - 1, m + p - 1)
+        assert run(name).step_time == (m + p - 1) * (f + b)
+        assert run(name).bubble == Fraction(p - 1, m + p - 1)
     if m >= p:  # stated for multiples of p; groups that are as equal as can be give it for all
-        assert make_schedules("interleaved", v).bubble == Fraction(p - 1, v * m + p - 1)
-        assert make_schedules("interleaved", v).step_time / (m * (f + b)) == 1 + Fraction(
-            p - 1, v * m
-        )
+        assert run("interleaved", v).bubble == Fraction(p - 1, v * m + p - 1)
+        assert run("interleaved", v).step_time / (m * (f + b)) == 1 + Fraction(p - 1, v * m)
     else:
-        assert make_schedules("interleaved", v).step_time >= (m + Fraction(p - 1, v)) * (f + b)
+        assert run("interleaved", v).step_time >= (m + Fraction(p - 1, v)) * (f + b)
     # Qi et al. 2023 (arXiv 2401.10241), Table 2. They assume equal times; found here: it holds
     # as long as the weights' part is no longer than what it has to fill.
     work = m * (f + i + w)
     if m >= p and w <= f:
-        assert make_schedules("zb-h1").step_time == work + (p - 1) * (f + i - w)
+        assert run("zb-h1").step_time == work + (p - 1) * (f + i - w)
     if m >= 2 * p - 1 and w <= f and 2 * w <= f + i:
-        assert make_schedules("zb-h2").step_time == work + (p - 1) * (f + i - 2 * w)
+        assert run("zb-h2").step_time == work + (p - 1) * (f + i - 2 * w)
 
 
 @QUICK

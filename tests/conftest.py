@@ -16,6 +16,13 @@ from shardlab.common import show
 from shardlab.common.show.timing import BUSY_TEXT
 
 MAX_TRIES = 3  # for a test that measures times
+# With --quick: one contract row a technique, published tables, bad input, and the generated files.
+QUICK = (
+    "contract", "alike", "refusals", "collectives", "gemm", "zero", "pipeline", "layout", "index",
+    "pipeline_schedules", "data_parallel", "tensor_parallel", "sequence_parallel", "experts",
+    "context_parallel", "memory", "model", "house", "pairs", "strategy_predict",
+    "strategy_entries", "strategy_floor",
+)  # fmt: skip
 
 with contextlib.suppress(ImportError):  # the GPU tests run on machines without hypothesis
     from hypothesis import HealthCheck, settings
@@ -26,10 +33,11 @@ with contextlib.suppress(ImportError):  # the GPU tests run on machines without 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--phase`, `--site` and `--weekly`."""
+    """Add the options of this suite."""
     parser.addoption("--phase", choices=("beside", "alone"), help="only the tests of one phase")
     parser.addoption("--site", type=Path, help="a built site to try instead of this one")
     parser.addoption("--weekly", action="store_true", help="run the weekly tests too")
+    parser.addoption("--quick", action="store_true", help="only the techniques' main tests")
 
 
 @pytest.fixture(scope="session")
@@ -47,6 +55,10 @@ def site(root, request) -> Path:
     return folder.resolve()
 
 
+def is_quick(item: pytest.Item) -> bool:
+    return item.path.stem.removeprefix("test_") in QUICK and not phases.is_alone(item)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the selected tests, and set which tests are tried again.
 
@@ -55,6 +67,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     another test's rank that a peer still calls. Without the plugin for reruns, as on a machine
     lent for its GPU, each test has one try.
     """
+    if config.getoption("--quick"):
+        items[:] = [item for item in items if is_quick(item)]
     if phase := config.getoption("--phase"):
         others = [item for item in items if phases.is_alone(item) != (phase == "alone")]
         items[:] = [item for item in items if phases.is_alone(item) == (phase == "alone")]

@@ -70,9 +70,15 @@ def predicted_and_held(model, optimizer):
     return True
 
 
+def run_backward(model, plain, step=0):
+    if isinstance(plain, ToyModel):
+        return toy_loss(model, toy_batch(step, dist.get_rank(), 6)).backward()
+    tokens, targets = to_device(text.get_batch(32, 2, start=2 * dist.get_rank()))
+    loss(model(tokens), targets).backward()
+
+
 def held_and_sent():
     """Check states and sent messages to the byte, for models with unequal shards."""
-    rank = dist.get_rank()
     for stage, dtype in [(s, d) for s in STAGES for d in (None, torch.bfloat16)]:
         for plain in (to_device(ToyModel()), to_device(GPT(PRESETS["nano"]))):
             model = shard_plain(plain, stage, compute_dtype=dtype)
@@ -80,11 +86,7 @@ def held_and_sent():
             for step in range(2):
                 optimizer.zero_grad()
                 with count.record_traffic() as sent:
-                    if isinstance(plain, ToyModel):
-                        toy_loss(model, toy_batch(step, rank, 6)).backward()
-                    else:
-                        tokens, targets = to_device(text.get_batch(32, 2, start=2 * rank))
-                        loss(model(tokens), targets).backward()
+                    run_backward(model, plain, step)
                 optimizer.step()
             if isinstance(plain, GPT):  # all parameters are used: every piece has a gradient
                 assert predicted_and_held(model, optimizer)
@@ -96,6 +98,10 @@ def held_and_sent():
             trained = sum(p.requires_grad for p in model.parameters())
             assert sent.collectives["all_reduce"] == (1, trained)
             assert set(sent.collectives) == {"all_gather_into_tensor", "all_reduce"}
+            if stage == 1:
+                with model.no_sync(), count.record_traffic() as sent:
+                    run_backward(model, plain)
+                assert not sent.bytes  # gradients stay here
 
 
 def test_states_and_messages_are_as_predicted_to_the_byte():

@@ -355,11 +355,12 @@ def fill_tensors(training, value):
 
 
 def load_current_step(root):
-    """Return the step of the current checkpoint, after checking that all of it is of that step."""
-    training = build_small_run(-1)
-    Checkpoints(root).load(training)
-    tensors = copy_state(training)[0].values()
-    assert all((tensor == training.step).all() for tensor in tensors)
+    """Return the step of the current checkpoint, after checking that each one holds its step."""
+    training, store = build_small_run(-1), Checkpoints(root)
+    for step in (*store.list_steps(), None):  # None: the current one
+        store.load(training, step)
+        tensors = copy_state(training)[0].values()
+        assert all((tensor == training.step).all() for tensor in tensors)
     return training.step
 
 

@@ -418,7 +418,7 @@ LESSON_MISTAKES: dict[
         "`loss.backward()` in place of": "it is right, or refused",
         "Pipeline with stage 2 or 3": RAISES,
         "A machine without a compiler": RAISES,
-        "torch's AdamW has a weight decay": "zero: weight decay twice",
+        "The default weight decay is 0.01 in torch's AdamW": "zero: weight decay twice",
         "Signs that a job": "signs of those above",
     },
     "model_parallelism": {

@@ -72,7 +72,8 @@ def run_phase(
 def main(arguments: list[str]) -> int:
     """Run both phases; return the worse of their exit statuses."""
     begin, collection, output = time.monotonic(), Collection(), io.StringIO()
-    arguments = [f"--{word}" if word in ("quick", "weekly") else word for word in arguments]
+    if arguments[:1] in (["quick"], ["weekly"]):
+        arguments = [f"--{arguments[0]}", *arguments[1:]]
     with redirect_stdout(output):
         status = pytest.main(["--collect-only", "-q", *arguments], [collection])
     if status:

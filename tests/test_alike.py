@@ -58,7 +58,7 @@ def make_sharded(edges, finish):
     return gradients
 
 
-def make_experts(group, dtype):
+def average_experts(group, dtype):
     model = experts.parallelize(gpt(SPARSE, dtype), group)
     loss(model(take_own(batch()[0])), take_own(batch()[1])).backward()
     experts.average_gradients(model, group)
@@ -81,7 +81,7 @@ CLIPPED = {
     "zero 3": sharded(3),
     "tensor": make_sharded(tp.REPLICATED, lambda *_: None),
     "sequence": make_sharded(sp.SEQUENCE_SHARDED, sp.sum_gradients),
-    "experts": make_experts,
+    "experts": average_experts,
     "mesh, tensor": make_mesh(0, tp=2),
     "mesh, pipeline": make_mesh(0, pp=2),
     "mesh, zero": make_mesh(1, dp=2),
@@ -282,7 +282,7 @@ def clip_to(limit):
     return lambda group: make_cube()(group).clip_grad_norm_(limit)
 
 
-def sum_with(reduction):
+def reduce_loss_by(reduction):
     logits, targets = to_device((torch.ones(1, 3, 4), torch.zeros(1, 3, dtype=torch.int64)))
     return lambda group: tp.vocab_parallel_loss(logits, targets, group, reduction)
 
@@ -291,7 +291,7 @@ def calls():
     """Yield technique and argument, the call of the first two ranks, and the call of the third."""
     return {
         ("ring", "layout"): (attend(cp.ring_attention), attend(cp.ring_attention, "contiguous")),
-        ("loss", "reduction"): (sum_with("mean"), sum_with("sum")),
+        ("loss", "reduction"): (reduce_loss_by("mean"), reduce_loss_by("sum")),
         ("mesh", "limit"): (clip_to(1.0), clip_to(2.0)),
     }
 

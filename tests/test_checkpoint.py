@@ -492,12 +492,12 @@ def save_to_unshared_folder(root):
     if dist.get_rank() == 1:  # its files are on another disk, invisible to rank 0
         describe_file = folders.describe_file
 
-        def save_alone(path):
+        def describe_and_remove(path):
             found = describe_file(path)
             path.unlink()
             return found
 
-        folders.describe_file = save_alone
+        folders.describe_file = describe_and_remove
     store = Checkpoints(root, dist.group.WORLD)
     with pytest.raises(CheckpointError, match="rank 0 does not see __1_0.distcp, random-1.pt"):
         store.save(build_small_run(1, sharded=True))

@@ -23,13 +23,17 @@ def test_each_row_has_a_name_of_its_own():
     assert len(TABLE) == len(ROWS)
 
 
+def is_tried(row: contract.Row, quick: bool, weekly: bool) -> bool:
+    return row.name in FIRST.values() if quick else weekly or "cpu" not in row.weekly
+
+
 @cache
 def find_differences(
-    technique: str, size: int, tried: frozenset[str]
+    technique: str, size: int, quick: bool, weekly: bool
 ) -> dict[str, dict[str, float]] | Exception:
     """Return each row's largest difference on any rank, or the first failing row's error."""
     rows = [row for row in ROWS if (row.technique, row.ranks) == (technique, size)]
-    rows = [row for row in rows if row.name in tried]
+    rows = [row for row in rows if is_tried(row, quick, weekly)]
     try:
         return contract.measure_rows(rows, "cpu")
     except Exception as error:
@@ -39,13 +43,10 @@ def find_differences(
 @pytest.mark.timeout(600)  # the first test waits for all rows with its number of ranks
 @pytest.mark.parametrize("name", TABLE)
 def test_what_is_parallel_trains_as_one_process_does(name, request):
-    quick, weekly = map(request.config.getoption, ("--quick", "--weekly"))
-    tried = frozenset(n for n in TABLE if weekly or "cpu" not in TABLE[n].weekly)
-    tried = frozenset(FIRST.values()) if quick else tried
-    if name not in tried:
+    row, chosen = TABLE[name], [*map(request.config.getoption, ("--quick", "--weekly"))]
+    if not is_tried(row, *chosen):
         pytest.skip("the path of another row, in other numbers: --weekly")
-    row = TABLE[name]
-    gaps = find_differences(row.technique, row.ranks, tried)
+    gaps = find_differences(row.technique, row.ranks, *chosen)
     if isinstance(gaps, Exception):
         raise gaps
     contract.check_gaps(row, gaps, "cpu")

@@ -118,11 +118,11 @@ def start(tmp_path):
 
 
 def make_port_probe(port: int):
-    def is_there() -> bool:
+    def is_listening() -> bool:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", port)) == 0
 
-    return is_there
+    return is_listening
 
 
 def read_notes(folder: Path, number: int) -> dict[int, dict[str, str]]:
@@ -302,13 +302,13 @@ def test_a_crash_is_a_cause_unless_another_failure_came_first(name):
     crash = ranks._read_failure(3, -signal.Signals[name])
     assert crash == Failure(3, name == "SIGKILL", 1.4, name)
 
-    def make_cause(when: float, what: str) -> str:
+    def find_cause(when: float, what: str) -> str:
         failures = Failure(0, False, when, what), crash
         return describe_root_cause({0: Report(failures=failures)}).split(" was")[0]
 
-    assert make_cause(1.0, "ValueError: a bad sample") == ("rank 3" if crash.killed else "rank 0")
-    assert make_cause(1.5, "ValueError: a bad sample") == "rank 3"
-    assert make_cause(1.0, "RuntimeError: Connection closed by peer [127.0.0.1]:1234") == "rank 3"
+    assert find_cause(1.0, "ValueError: a bad sample") == ("rank 3" if crash.killed else "rank 0")
+    assert find_cause(1.5, "ValueError: a bad sample") == "rank 3"
+    assert find_cause(1.0, "RuntimeError: Connection closed by peer [127.0.0.1]:1234") == "rank 3"
 
 
 # Decisions of the host, without processes.

@@ -136,12 +136,12 @@ def test_held_parameters_are_those_counted(size):
     for config in configs:
         assert experts.count_parameters(config).total == count_parameters(config)
 
-    def count_step():
+    def count_built():
         models = [experts.parallelize(GPT(config), dist.group.WORLD) for config in configs]
         return [sum(p.numel() for p in model.parameters()) for model in models]
 
     assert (
-        run_ranks(count_step, size)
+        run_ranks(count_built, size)
         == [[experts.count_held_parameters(config, size) for config in configs]] * size
     )
 

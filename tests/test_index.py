@@ -22,7 +22,7 @@ def small(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write_course() -> dict:
+def make_course() -> dict:
     first = {"topic": "first", "title": "One", "able": "do it"}
     second = {**first, "topic": "second", "needs": ["first"]}
     parts = [{"part": "All", "topics": [first, second], "pages": ["book/page"]}]
@@ -38,7 +38,7 @@ def write_course() -> dict:
     ],
 )
 def test_a_bad_entry_is_named(small: Path, place: int, change: dict, says: str) -> None:
-    data = write_course()
+    data = make_course()
     data["parts"][0]["topics"][place] |= change
     (small / index.TOPICS_FILE).write_text(yaml.safe_dump(data))
     with pytest.raises(ValueError, match=says):
@@ -46,7 +46,7 @@ def test_a_bad_entry_is_named(small: Path, place: int, change: dict, says: str) 
 
 
 def test_what_is_out_of_step_is_named(root: Path, small: Path, monkeypatch, capsys) -> None:
-    (small / index.TOPICS_FILE).write_text(yaml.safe_dump(write_course()))
+    (small / index.TOPICS_FILE).write_text(yaml.safe_dump(make_course()))
     (small / "figures").mkdir()
     shutil.copy(root / "figures/index.py", small / "figures")
     mark = "<!-- topics: {} -->\n<!-- end -->\n"

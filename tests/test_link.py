@@ -92,7 +92,7 @@ def messages() -> list[float]:
     slow, late = link.create_slow_group(0.0, BANDWIDTH), link.create_slow_group(0.01, BANDWIDTH)
     x, y, whole = torch.ones(SIZE // 4), torch.empty(SIZE // 4), torch.ones(SIZE)
 
-    def make_four() -> None:
+    def exchange_four() -> None:
         out = [ranks.isend(x, peer, slow) for _ in range(4)]
         for _ in range(4):
             ranks.irecv(y, peer, slow).wait()
@@ -111,7 +111,7 @@ def messages() -> list[float]:
         time.sleep(0.08)  # the message needs 0.096 s
         handle.wait()
 
-    return [time_call(call) for call in (make_four, received_late, measure_overlap)]
+    return [time_call(call) for call in (exchange_four, received_late, measure_overlap)]
 
 
 def test_messages_queue_set_off_when_both_ends_are_there_and_leave_compute_alone():

@@ -141,7 +141,7 @@ def test_what_is_let_go_has_come(name, stages, m):
 # Stages that sleep
 
 
-def make_sleeping():
+def time_sleeping():
     found = []
     for name in ("1f1b", "zb-v"):
         plan = make_schedule(name, 4, 6)
@@ -160,7 +160,7 @@ def test_a_measured_timeline_is_the_simulated_one():
     # The course's own target is 4 %, on a quiet machine; 20 % is a wrong order, not a late core.
     errors = []
     for _ in range(3):
-        results = launch(make_sleeping, 4)
+        results = launch(time_sleeping, 4)
         for number, name in enumerate(("1f1b", "zb-v")):
             timelines = [r[number][0] for r in results]
             assert all(t == timelines[0] for t in timelines)  # equal on every rank

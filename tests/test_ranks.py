@@ -199,7 +199,7 @@ def test_ranks_that_part_ways(calls):
 # Ranks that all return, although they disagreed. gloo gives them garbage, without an error.
 
 
-def check_shape(me: int) -> None:
+def differ_in_shape(me: int) -> None:
     dist.broadcast(torch.ones(4 + me), 0)
 
 
@@ -207,7 +207,7 @@ def type_(me: int) -> None:
     dist.all_reduce(torch.ones(4, dtype=[torch.float32, torch.int32][me]))
 
 
-def check_operation(me: int) -> None:
+def differ_in_operation(me: int) -> None:
     dist.all_reduce(torch.ones(4), [dist.ReduceOp.SUM, dist.ReduceOp(dist.ReduceOp.MAX)][me])
 
 
@@ -221,9 +221,9 @@ def sizes_in_a_group(me: int) -> None:
 
 
 DISAGREE = {
-    check_shape: ("broadcast(float32[4])", "broadcast(float32[5])"),
+    differ_in_shape: ("broadcast(float32[4])", "broadcast(float32[5])"),
     type_: ("all_reduce(float32[4])", "all_reduce(int32[4])"),
-    check_operation: ("SUM", "MAX"),
+    differ_in_operation: ("SUM", "MAX"),
     sizes_in_a_group: ("number 2", "broadcast(float32[3])", "broadcast(float32[5])"),
 }
 
@@ -254,7 +254,7 @@ def parts(me: int) -> None:
     dist.reduce_scatter(share, [torch.ones(4), torch.ones(5)])
 
 
-def check_roots(me: int) -> None:
+def differ_in_root(me: int) -> None:
     x, every = torch.ones(4), [torch.ones(4) for _ in range(2)]
     dist.gather(x, every if me else None, 1)
     dist.scatter(x, None if me else every, 0)
@@ -280,7 +280,7 @@ def messages(me: int) -> None:
 
 
 def test_what_differs_by_right_is_no_disagreement():
-    calls = parts, check_roots, groups, messages
+    calls = parts, differ_in_root, groups, messages
     run(lambda: [call(dist.get_rank()) for call in calls] and None, 2, timeout=20)
 
 

@@ -70,11 +70,11 @@ def find_missing_words(table: Table) -> dict[str, str]:
 # --- Values -------------------------------------------------------------------------------------
 
 
-def check_cuts(seq: int | None = None, **options: Any) -> Callable[[], None]:
+def mesh_call(seq: int | None = None, **options: Any) -> Callable[[], None]:
     return lambda: mesh.check_supported(replace(PLAIN, heads=2), Layout(**options), seq)
 
 
-def check_held(
+def memory_call(
     config: Config = NANO, attention: str = "fused", **options: Any
 ) -> Callable[[], Any]:
     return lambda: memory.estimate_step(config, Layout(**options), attention=attention)
@@ -98,10 +98,10 @@ LAYOUTS: Table = {
     "is no field of a layout; write": lambda: layout.parse_layout("d 2 · q 2"),
     # A layout and a model.
     "pp=2: must divide layers=5": lambda: layout.build_stages(replace(PLAIN, layers=5), 2),
-    "heads=2: must be a multiple of the 4 ranks": check_cuts(tp=4),
-    "zero=2: must be 0 or 1 with pp=2": check_cuts(pp=2, zero=2),
-    "seq=9: must be divisible by tp=2": check_cuts(tp=2, sequence_parallel=True, seq=9),
-    "tp=3: must divide": check_held(tp=3),
+    "heads=2: must be a multiple of the 4 ranks": mesh_call(tp=4),
+    "zero=2: must be 0 or 1 with pp=2": mesh_call(pp=2, zero=2),
+    "seq=9: must be divisible by tp=2": mesh_call(tp=2, sequence_parallel=True, seq=9),
+    "tp=3: must divide": memory_call(tp=3),
     "precision='fp12': must be": lambda: memory.estimate_step(NANO, Layout(), precision="fp12"),
     "gpus=12: must": lambda: strategy.plan(GPT3, A100, 12, 512),
 }

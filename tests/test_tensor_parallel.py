@@ -22,7 +22,7 @@ LLAMA = Config(
 )  # fmt: skip
 
 
-def make_world():
+def get_world():
     return dist.group.WORLD
 
 
@@ -41,7 +41,7 @@ def take_own(tensor, dimension, group):
 
 def check_losses():
     """Compare the loss with F.cross_entropy: large logits, 16 bits, sums, and bytes sent."""
-    group, size = make_world(), dist.get_world_size()
+    group, size = get_world(), dist.get_world_size()
     torch.manual_seed(0)
     worst = {}
     for name, scale, dtype, reduction in (
@@ -81,15 +81,15 @@ def test_the_loss_never_gathers_logits(size):
         assert sent == ({"all_reduce": (2, 3 * tokens * 4)} if size > 1 else {})
 
 
-def count_step(config):
+def compare_step(config):
     """Compare a step's all-reduces and bytes, and bytes of states, with the formulas."""
     t, tokens = dist.get_world_size(), batch(config, size=2)
-    model = tp.parallelize(build_plain_model(config, torch.float32), make_world())
+    model = tp.parallelize(build_plain_model(config, torch.float32), get_world())
     optimizer = make_adamw(model)
     with count.record_traffic() as forward:
         logits = model(tokens[0])
     with count.record_traffic() as of_loss:
-        value = tp.vocab_parallel_loss(logits, tokens[1], make_world())
+        value = tp.vocab_parallel_loss(logits, tokens[1], get_world())
     with count.record_traffic() as backward:
         value.backward()
     with count.record_traffic() as clipped:
@@ -120,7 +120,7 @@ def test_all_reduces_bytes_and_states_are_as_predicted(size):
         GPT2, LLAMA, replace(LLAMA, layers=3), replace(LLAMA, **mixed), today, latent,
         replace(latent, query_latent=None, window=3),
     )  # fmt: skip
-    for results in run_ranks(lambda: [count_step(config) for config in configs], size):
+    for results in run_ranks(lambda: [compare_step(config) for config in configs], size):
         for config, (found, predicted) in zip(configs, results, strict=True):
             assert found == predicted, config
     few, many = (tp.predict_calls(replace(GPT2, layers=n), size) for n in (1, 4))
@@ -148,7 +148,7 @@ def record_overlap():
     weights = [to_device(torch.randn(n, 8)).requires_grad_() for n in (4, 2, 2)]
     biases = [to_device(torch.randn(4)).requires_grad_(), None, None]
     loss = sum(
-        y.square().sum() for y in apply_columns(x, weights, biases, make_world(), tp.REPLICATED)
+        y.square().sum() for y in apply_columns(x, weights, biases, get_world(), tp.REPLICATED)
     )
     plain = dist.all_reduce
     with Order() as order:
@@ -167,7 +167,7 @@ def record_overlap():
     found = [t.grad for t in (x, *weights, biases[0])]
     for t in (x, *weights, biases[0]):
         t.grad = None
-    entered = tp.copy_to(x, make_world())
+    entered = tp.copy_to(x, get_world())
     ys = [F.linear(entered, w, b) for w, b in zip(weights, biases, strict=True)]
     sum(y.square().sum() for y in ys).backward()
     worst = max(max_diff(f, t.grad) for f, t in zip(found, (x, *weights, biases[0]), strict=True))
@@ -181,7 +181,7 @@ def test_weights_gradients_are_computed_while_the_inputs_is_under_way():
 
 
 def states_there_and_back():
-    group, rank, size = make_world(), dist.get_rank(), dist.get_world_size()
+    group, rank, size = get_world(), dist.get_rank(), dist.get_world_size()
     for config in (GPT2, LLAMA):
         plain, other = build_plain_model(config, seed=1), build_plain_model(config, seed=2)
         model = tp.parallelize(other, group)
@@ -220,7 +220,7 @@ def test_states_go_into_shares_and_come_back_bit_for_bit():
 def initialized(config):
     with torch.device("meta"):
         model = GPT(config)
-    tp.parallelize(model, make_world())
+    tp.parallelize(model, get_world())
     assert all(p.is_meta for p in model.parameters())
     torch.manual_seed(3)
     with count.track_memory() as held, count.record_traffic() as sent:
@@ -245,7 +245,7 @@ def test_a_model_that_is_whole_nowhere_has_the_numbers_of_one_that_is():
 
 def check_dropout():
     """Check that ranks' equal heads have different dropout masks; generators agree afterwards."""
-    model = tp.parallelize(build_plain_model(replace(GPT2, dropout=0.5)), make_world())
+    model = tp.parallelize(build_plain_model(replace(GPT2, dropout=0.5)), get_world())
     attention = model.blocks[0].attention
     with torch.no_grad():
         for name in ("query", "key", "value"):

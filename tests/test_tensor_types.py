@@ -17,7 +17,7 @@ from shardlab.tensor_types import random_programs
 from shardlab.tensor_types.adjoint import find_contradictions
 
 
-def make_world():
+def get_world():
     return dist.group.WORLD
 
 
@@ -44,13 +44,13 @@ def check_passes(step, **degrees):
 
 def judge(chosen):
     return [
-        random_programs.find_wrong_gradients(p, s, make_world(), OPERATORS)
+        random_programs.find_wrong_gradients(p, s, get_world(), OPERATORS)
         for s, p in enumerate(chosen)
     ]
 
 
 def list_refusals(chosen):
-    return [random_programs.find_type_error(p, make_world(), OPERATORS) for p in chosen]
+    return [random_programs.find_type_error(p, get_world(), OPERATORS) for p in chosen]
 
 
 def check_sound(number, seed):
@@ -101,7 +101,7 @@ def all_signatures():
         found[name] = [
             w
             for w in pairs
-            if not find_contradictions(operator, w, make_world(), dimension=dimension)
+            if not find_contradictions(operator, w, get_world(), dimension=dimension)
         ]
     return found
 
@@ -127,8 +127,8 @@ class Forgets(torch.autograd.Function):
 
 def wrong_operator():
     pairs = [f"{src} -> {dst}" for src, dst in product(tt.TYPES, tt.TYPES)]
-    fits = [w for w in pairs if not find_contradictions(Forgets.apply, w, make_world())]
-    return fits, find_contradictions(Forgets.apply, "I -> R", make_world())
+    fits = [w for w in pairs if not find_contradictions(Forgets.apply, w, get_world())]
+    return fits, find_contradictions(Forgets.apply, "I -> R", get_world())
 
 
 def test_numbers_find_a_backward_that_does_not_fit():
@@ -267,11 +267,11 @@ def test_addends_go_through_what_is_linear():
 
 
 def test_tensors_that_nobody_declared_are_named():
-    def mask_loss(tp):
+    def multiply_by_mask(tp):
         x = make_parameter(4, tp="I")
         (x * (torch.rand(4) > 0.5)).sum().backward()
 
-    assert "argument 2 has no declared type" in get_refusal(mask_loss)
+    assert "argument 2 has no declared type" in get_refusal(multiply_by_mask)
 
     def with_ones(tp):
         x = make_parameter(4, tp="I")
@@ -321,18 +321,18 @@ def train_step(after):
     return step
 
 
-def reduce_loss(model, group, _=None):
+def reduce_gradients(model, group, _=None):
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad, group=group)
 
 
 def then_more(model, group, backward):
-    reduce_loss(model, group)
+    reduce_gradients(model, group)
     backward()
 
 
 def test_the_step_takes_gradients_that_are_added_up_once():
-    check_passes(train_step(reduce_loss), dp=2)
+    check_passes(train_step(reduce_gradients), dp=2)
     for after, message in (
         (lambda *_: None, "P is combined with R"),
         (then_more, "zero_grad, or reduce once"),
@@ -351,7 +351,7 @@ def test_axes_are_judged_each_for_itself_and_an_axis_of_one_rank_is_not():
     check_passes(step, dp=2, tp=4)
 
     def run_alone():
-        with tt.check_types(tp=make_world()):
+        with tt.check_types(tp=get_world()):
             F.linear(make_parameter(2, 4, tp="I"), make_parameter(4, 4, tp="V")).sum().backward()
 
     ranks.run(run_alone, 1)
@@ -360,7 +360,7 @@ def test_axes_are_judged_each_for_itself_and_an_axis_of_one_rank_is_not():
 def test_real_ranks_say_the_same():
     def step():
         try:
-            with tt.check_types(tp=make_world()):
+            with tt.check_types(tp=get_world()):
                 F.linear(make_parameter(2, 4, tp="I"), make_parameter(4, 4, tp="V"))
         except tt.TypeMismatch as error:
             return str(error)

@@ -239,7 +239,7 @@ def test_every_token_that_counts_weighs_the_same(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_zero1_alone_keeps_whole_gradients_between_micro_batches(strategy, tmp_path):
-    def keep_best():
+    def measure_kept():
         training = on_a_rank(strategy=strategy, micro=1, folder=str(tmp_path))
         whole = sum(4 * p.numel() for p in training.model.parameters())
         training.backward(
@@ -260,7 +260,7 @@ def test_zero1_alone_keeps_whole_gradients_between_micro_batches(strategy, tmp_p
             training.backward(*text.get_batch(32, 2), torch.tensor(64.0))
         return between[1] - between[0], whole
 
-    for grown, whole in ranks.run(keep_best, 4, show=False, device="cpu"):
+    for grown, whole in ranks.run(measure_kept, 4, show=False, device="cpu"):
         if strategy == "zero1":
             assert 0.7 * whole < grown
         else:
@@ -268,7 +268,7 @@ def test_zero1_alone_keeps_whole_gradients_between_micro_batches(strategy, tmp_p
 
 
 def test_a_checkpoint_of_another_model_is_not_loaded(tmp_path):
-    def tell_ranks() -> list[str]:
+    def list_refusals() -> list[str]:
         found, trainings = [], {}
         for layers in (2, 4):
             config = replace(PRESETS["nano"], layers=layers)
@@ -281,7 +281,7 @@ def test_a_checkpoint_of_another_model_is_not_loaded(tmp_path):
             found.append(str(refused.value))
         return found
 
-    for found in ranks.run(tell_ranks, 2, show=False, device="cpu"):
+    for found in ranks.run(list_refusals, 2, show=False, device="cpu"):
         assert all("is of another model: state.model.blocks.2" in words for words in found)
 
 
@@ -300,7 +300,7 @@ def test_a_damaged_checkpoint_is_not_loaded(tmp_path):
         for damaged in (bytes(flipped), content[: len(content) // 2], b"", None):
             variants.append((name, damaged))
 
-    def check_refused() -> list[bool]:
+    def list_outcomes() -> list[bool]:
         found, training = [], on_a_rank(folder=str(tmp_path))
         for name, damaged in [*variants, ("SHA256SUMS", whole["SHA256SUMS"])]:
             if dist.get_rank() == 0:
@@ -319,7 +319,7 @@ def test_a_damaged_checkpoint_is_not_loaded(tmp_path):
             dist.barrier()
         return found
 
-    for found in ranks.run(check_refused, 2, show=False, device="cpu"):
+    for found in ranks.run(list_outcomes, 2, show=False, device="cpu"):
         assert found == [True] * len(variants) + [False]
 
 
@@ -439,13 +439,13 @@ def test_a_second_job_in_a_folder_is_refused_while_the_first_lives(tmp_path):
 def test_ranks_that_disagree_are_told(tmp_path):
     """Each rank has its own options, as with a wrong launcher script."""
 
-    def enter_options(*own):
+    def lock_with(*own):
         with take_home.lock_folder(Options(folder=str(tmp_path), steps=own[dist.get_rank()])):
             return "entered"
 
     with pytest.raises(ranks.RankError, match="steps: rank 0 has 5, rank 1 has 6"):
-        ranks.run(enter_options, 2, 5, 6, show=False, device="cpu")
-    assert ranks.run(enter_options, 2, 5, 5, show=False, device="cpu") == ["entered"] * 2
+        ranks.run(lock_with, 2, 5, 6, show=False, device="cpu")
+    assert ranks.run(lock_with, 2, 5, 5, show=False, device="cpu") == ["entered"] * 2
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ def test_lightning_on_two_nodes_saves_is_requeued_and_goes_on(tmp_path, request)
         job = box.run(["sbatch", *words], **how).stdout.strip()
         out = tmp_path / f"lightning-{job}.out"
 
-        def train_until(true):
+        def wait_until(true):
             end = time.monotonic() + 240
             while not true():
                 assert time.monotonic() < end, out.read_text()
@@ -247,13 +247,13 @@ def test_lightning_on_two_nodes_saves_is_requeued_and_goes_on(tmp_path, request)
             said = box.run(["scontrol", "--oneliner", "show", "job", job]).stdout
             return re.search(r"JobState=(\w+)", said)[1]
 
-        train_until((tmp_path / "runs/last.ckpt").exists)  # 50 steps are made
+        wait_until((tmp_path / "runs/last.ckpt").exists)  # 50 steps are made
         box.run(["scancel", "--signal=USR1", job])  # the signal of --signal, sent directly
-        train_until(lambda: state() == "PENDING")
+        wait_until(lambda: state() == "PENDING")
         saved = [path.name for path in (tmp_path / "runs").glob("hpc_ckpt_*")]
         time.sleep(2)
         box.run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
-        train_until(lambda: state() in ("COMPLETED", "FAILED"))
+        wait_until(lambda: state() in ("COMPLETED", "FAILED"))
         assert state() == "COMPLETED" and saved == ["hpc_ckpt_1.ckpt"], out.read_text()
     last = torch.load(tmp_path / "runs/last.ckpt", weights_only=False)
     assert last["global_step"] == 150

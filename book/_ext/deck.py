@@ -34,8 +34,10 @@ _MONO_WIDTH, _PROSE_WIDTH = 0.603, 0.6  # width of a character in units of the f
 _FONT = re.compile(r"font(?:-size)?:[^;]*?([\d.]+)px")  # font size in a style of a picture
 _SKIPPED_SECTIONS = ("Exercises", "Summary", "Further reading")
 # By class: what no slide shows, and elements of which a slide shows only the content.
-_LEFT_OUT = {"headerlink", "lesson-outputs", "open-folds", "can-wait", "exercise-where", "quiz"}
-_LEFT_OUT |= {"predict-title"}
+_LEFT_OUT = {
+    "headerlink", "lesson-outputs", "open-folds", "can-wait", "exercise-where", "predict-title",
+    "quiz",
+}  # fmt: skip
 _UNWRAPPED = {"predict", "predict-answer"}
 
 # --- A page, taken apart --------------------------------------------------------------------------

@@ -166,12 +166,12 @@ def install() -> None:
     Tensor.get_device = lambda self: -1 if device_of(self) == CPU else device_of(self).index
     Tensor.to = to
 
-    def move_storage(
+    def move_to_gpu(
         self: Tensor, device: Any = None, non_blocking: bool = False, **_: Any
     ) -> Tensor:
         return to(self, KIND if device is None else device, non_blocking=non_blocking)
 
-    setattr(Tensor, KIND, move_storage)
+    setattr(Tensor, KIND, move_to_gpu)
     Tensor.cpu = lambda self, memory_format=None: to(self, CPU)
     Tensor.numpy, Tensor.__array__, Tensor.tolist = _to_numpy, _to_array, _to_list
     Tensor.pin_memory = _pin

@@ -33,7 +33,7 @@ class Seed:
     gpus: int = 2
 
 
-def begin_finding(kind: str) -> str:
+def format_prefix(kind: str) -> str:
     """Return the beginning of a finding of this kind."""
     return f"[rehearsal: {kind}]"
 
@@ -45,7 +45,7 @@ SEEDS = [
         "dtype=torch.bool, device=q_BAQD.device).triu(1)",
         "dtype=torch.bool).triu(1)",
         "context_parallel.block",
-        begin_finding("devices"),
+        format_prefix("devices"),
     ),
     Seed(
         "one bucket is not waited for",
@@ -53,7 +53,7 @@ SEEDS = [
         "for bucket in self.buckets:\n            bucket.wait()\n        self._reset",
         "for bucket in self.buckets[:-1]:\n            bucket.wait()\n        self._reset",
         "contract.data",
-        begin_finding("race"),
+        format_prefix("race"),
     ),
     Seed(
         "the host's generator",
@@ -61,7 +61,7 @@ SEEDS = [
         "torch.randn(side, side, device=device).to(dtype)",
         "torch.randn(side, side, device=device, generator=torch.Generator()).to(dtype)",
         "memory.rates",
-        begin_finding("generator"),
+        format_prefix("generator"),
     ),
     Seed(
         "a device for each rank, whether there is one or not",
@@ -69,7 +69,7 @@ SEEDS = [
         "gpu.get_device_module().set_device(local_rank % gpu.get_device_module().device_count())",
         "gpu.get_device_module().set_device(local_rank)",
         "ranks.a_device_for_each",
-        begin_finding("ordinal"),
+        format_prefix("ordinal"),
         gpus=1,
     ),
     Seed(
@@ -78,7 +78,7 @@ SEEDS = [
         "return tensor.cpu() if _needs_host_copy(tensor, group) else tensor",
         'return tensor.to("cpu", non_blocking=True) if _needs_host_copy(tensor, group) else tensor',
         "ranks.messages",
-        begin_finding("race"),
+        format_prefix("race"),
         gpus=1,
     ),
     Seed(
@@ -111,7 +111,7 @@ SEEDS = [
         "        if peer < self.stage:\n            calls.reverse()",
         "        calls.reverse()",
         "contract.pipeline",
-        begin_finding("connection"),
+        format_prefix("connection"),
         gpus=4,
     ),
     Seed(
@@ -120,7 +120,7 @@ SEEDS = [
         "dist.batch_isend_irecv(operations) if operations else []",
         "[one.op(one.tensor, one.peer, one.group) for one in reversed(operations)]",
         "collectives.shards",
-        begin_finding("connection"),
+        format_prefix("connection"),
         gpus=4,
     ),
     Seed(
@@ -129,7 +129,7 @@ SEEDS = [
         "ways = [ranks.isend, ranks.irecv] if first else [ranks.irecv, ranks.isend]",
         "ways = [ranks.isend, ranks.irecv]",
         "cluster.check_links",
-        begin_finding("connection"),
+        format_prefix("connection"),
     ),
     Seed(
         "a link's time that is taken while it works",
@@ -137,7 +137,7 @@ SEEDS = [
         "return (read_clock(device) - begin) / (2 * times)",
         "return (read_clock(torch.device('cpu')) - begin) / (2 * times)",
         "cluster.check_links",
-        begin_finding("clock"),
+        format_prefix("clock"),
     ),
 ]
 

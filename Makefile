@@ -10,7 +10,7 @@ PYTHON_GPU ?= $(BIN)/python
 
 # Exists when the environment is complete and agrees with the two files it is made from.
 INSTALLED := $(VENV)/.installed
-# Exists when the last build ended well.
+# Exists when the last build ended well; book/_ext/build.py writes it.
 BUILT := _build/.built
 
 .DEFAULT_GOAL := help
@@ -58,10 +58,8 @@ $(BUILT): $(wildcard book/_ext/*.py) $(INSTALLED)
 	@mkdir -p _build && touch $@
 
 book: $(BUILT) ## build the site into _build/html (RECORDED=0: execute every lesson here)
-	@rm $(BUILT)
 	$(BIN)/python book/_ext/build.py
 	@test -s $(SITE)/index.html || { echo "The build made no $(SITE)/index.html."; exit 1; }
-	@touch $(BUILT)
 	@echo "The site: $(SITE)/index.html (make serve shows it)"
 
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)

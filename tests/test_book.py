@@ -207,6 +207,23 @@ def test_small_book_is_sound(small_book):
     assert dead_links(small_book.root / "_build/html") == []
 
 
+def test_unchanged_sources_need_no_build(small_book):
+    assert "Nothing has changed" in small_book.build_checked().log
+    assert "Nothing has changed" not in small_book.build_checked(BOOK_BRANCH="other").log
+
+
+def test_first_lesson_is_there_before_the_others(tmp_path):
+    book, first = Book(tmp_path), "lessons/model_parallelism"
+    book.write(f"{first}.md", (tmp_path / "lessons/small.md").read_text("utf-8"))
+    book.edit("lessons/small.md", "answer())", "answer(), 1 / 0)")
+    book.edit("_toc.yml", "lessons/small", f"{first}\n  - file: lessons/small")
+    for name in ("glossary", "references"):
+        book.write(f"book/{name}.md", "# Words\n")
+    assert book.build() != 0 and "1 / 0" in book.log
+    assert f"The first lesson is there: _build/html/{first}.html" in book.log
+    assert "the answer is 42" in book.read_page(first)
+
+
 def test_pictures_stand_in_the_page(small_book):
     page = small_book.read_page()
     assert '<svg xmlns="http://www.w3.org/2000/svg" viewbox="0 0 4 2" role="img" ' in page

@@ -1,12 +1,50 @@
 """Run Jupyter Book for `make book`, with a one-line message on an interrupt or a failed page.
 
 python book/_ext/build.py singlehtml    # all pages in one, as `make pdf` prints them
+
+BUILT holds a hash of the sources of the last build that ended well: equal ones need no other.
 """
 
+import hashlib
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
+from pathlib import Path
+
+FIRST = "lessons/model_parallelism"
+BUILT, SITE = Path("_build/.built"), Path("_build/html/index.html")
+FOLDERS = ("benchmarks", "book", "code", "figures", "lessons", "tests")
+VARIABLES = ("RECORDED", "BOOK_REPOSITORY", "BOOK_BRANCH")  # a site depends on these, too
+
+
+def hash_sources() -> str:
+    """Return a hash of the files that a build may read, and of VARIABLES."""
+    found = hashlib.sha256(repr([os.environ.get(name) for name in VARIABLES]).encode())
+    paths = [*Path().glob("*"), *(path for folder in FOLDERS for path in Path(folder).rglob("*"))]
+    for path in sorted(paths):
+        if path.is_file() and "__pycache__" not in path.parts:
+            found.update(f"{path} {path.stat().st_size} ".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def build_first_lesson() -> None:
+    """Build a small site around the first lesson, to be read while the others are executed."""
+    toc = Path("_build/first.yml")
+    pages = "".join(f"- file: {name}\n" for name in (FIRST, "book/glossary", "book/references"))
+    toc.parent.mkdir(exist_ok=True)
+    toc.write_text(f"format: jb-book\nroot: book/index\nchapters:\n{pages}", "utf-8")
+    program = "from jupyter_book.cli.main import main; main()"
+    command = [sys.executable, "-c", program, "build", "--toc", str(toc), "."]
+    # Links to the other pages are missing yet; an error comes again in the build of the whole site.
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    shutil.rmtree("_build/.doctrees", ignore_errors=True)
+    if not done.returncode:
+        print(
+            f"The first lesson is there: _build/html/{FIRST}.html. The others follow.", flush=True
+        )
 
 
 def on_interrupt(number: int, frame: object) -> None:
@@ -19,13 +57,23 @@ def on_interrupt(number: int, frame: object) -> None:
 if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, on_interrupt)
+    builder = "singlehtml" if "singlehtml" in sys.argv else "html"
+    sources = hash_sources()
+    if builder == "html":
+        if SITE.exists() and BUILT.exists() and BUILT.read_text() == sources:
+            sys.exit(print("Nothing has changed since the last build."))
+        BUILT.unlink(missing_ok=True)
+        there = any(Path(f).exists() for f in ("_build/executed", "book/recorded"))
+        if Path(f"{FIRST}.md").exists() and not there:
+            build_first_lesson()
     from jupyter_book.cli.main import main  # slow: takes seconds
     from sphinx.errors import SphinxError
 
     try:
-        builder = "singlehtml" if "singlehtml" in sys.argv else "html"
         strict = ["-W", "-n", "--keep-going"] if builder == "html" else []
-        main(["build", "--builder", builder, *strict, "."])
+        main(["build", "--builder", builder, *strict, "."], standalone_mode=False)
+        if builder == "html":
+            BUILT.write_text(sources)
     except RuntimeError as error:  # its traceback is in Jupyter Book's code
         if not isinstance(error.__cause__, SphinxError):
             raise

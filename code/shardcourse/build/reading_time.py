@@ -9,13 +9,17 @@ reads to understand. Folded text, exercises and solutions are not counted.
 from __future__ import annotations
 
 import ast
+import hashlib
 import inspect
+import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from shardlab.common.show import ROOT
 from shardlab.common.show.diff import diff_lines
 
 from .key import parse_notebook
@@ -69,18 +73,14 @@ def make_anchor(heading: str) -> str:
 def split_sections(text: str) -> list[Section]:
     """Return the sections of a page in order, without exercises."""
     found = [Section("", "", 1)]
-    cells = [part for part in list_lesson_parts(text) if part.kind == "code"]
-    names = collect_imports([part.text for part in cells])
-    seen: set[tuple[str, int]] = set()  # a line that is shown twice is read once
+    shown = iter(count_shown_lines([p.text for p in list_lesson_parts(text) if p.kind == "code"]))
     for part in list_lesson_parts(text):
         if part.kind == "title":
             found.append(Section(make_anchor(part.text), part.text, 2, count_words(part.text)))
         elif part.kind == "code":
             if not {"hide-input", "hide-cell"} & {*part.cell.metadata.get("tags", [])}:
                 found[-1].lines += sum(bool(line.strip()) for line in part.text.splitlines())
-            new = set(iter_shown_lines(part.text, names)) - seen
-            found[-1].lines += len(new)
-            seen |= new
+            found[-1].lines += next(shown)
         else:
             before, *below = re.split(r"^### +(.+)$", part.text, flags=re.M)
             found[-1].words += count_words(before)
@@ -95,6 +95,33 @@ def get_exercise_weights(text: str) -> list[int]:
     titles = re.findall(r"^`{3,}\{exercise-start\} (.+)$", text, re.M)
     levels = [re.search(r"\((\w+)\)$", title) for title in titles]
     return [LEVEL_WEIGHTS[level[1] if level else "medium"] for level in levels]
+
+
+@lru_cache
+def hash_code() -> str:
+    """Return a hash of the course's packages."""
+    paths = sorted((ROOT / "code").rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+
+
+def count_shown_lines(cells: list[str]) -> list[int]:
+    """Return the number of package lines that each cell shows; a line shown twice counts once.
+
+    To find the lines takes imports of seconds, so the numbers are kept beside the built site.
+    """
+    key = hashlib.sha256(repr((cells, hash_code())).encode()).hexdigest()
+    kept = ROOT / "_build/shown_lines" / key
+    with suppress(OSError, ValueError):
+        return json.loads(kept.read_text())
+    names, seen, counts = collect_imports(cells), set(), []
+    for cell in cells:
+        new = set(iter_shown_lines(cell, names)) - seen
+        counts.append(len(new))
+        seen |= new
+    with suppress(OSError):  # a folder that cannot be written
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(counts))
+    return counts
 
 
 def collect_imports(cells: list[str]) -> dict[str, Any]:

@@ -435,6 +435,8 @@ show.table(rows, head)
 # %% [markdown]
 # ## The core: buckets and the wrapper
 #
+# `python -m shardlab.data_parallel` trains five steps with this code on two ranks, compares with one process, and prints the bytes held and sent.
+#
 # Buckets are created once, and reset when a step begins:
 
 # %%
@@ -613,9 +615,7 @@ def measure_memory(way):
             v for s in optimizer.state.values() for v in s.values() if v.dim()
         ]  # not the counter
         kept += [b.flat for b in wrapped.buckets] if way == "ours" else []
-        storages = [t.untyped_storage() for t in kept]
-        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-        return sum(sizes.values()) / sum(p.nbytes for p in model.parameters())
+        return count.sum_bytes(kept) / sum(p.nbytes for p in model.parameters())
 
     at_step = count_units()
     optimizer.zero_grad()

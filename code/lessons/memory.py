@@ -442,6 +442,8 @@ show.table(rows, [*head, "difference (%)", "share of logits and loss (%)"])
 #
 # ## The core: activations of a layer, row by row
 #
+# `python -m shardlab.memory` trains five steps with and without recomputation, compares the weights, and prints the bytes held beside the prediction.
+#
 # `shardlab/memory/core.py` computes the states by kind.
 # For activations it has a function for each row of [the table](#activations), in the order of the forward pass; each returns the bytes kept.
 

@@ -631,6 +631,8 @@ print(*ranks.run(swap_with_both, 4))
 #
 # ## The executor on real ranks
 #
+# `python -m shardlab.pipeline` trains five steps with the naive schedule, GPipe and 1F1B on two ranks, compares with one process, and prints the bytes held and sent.
+#
 # The positions of messages in a stage's list decide how fast the pipeline is, and whether it deadlocks.
 
 # %%

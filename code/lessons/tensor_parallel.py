@@ -548,6 +548,8 @@ show.table(rows, [*head, "all-reduce: in and out of each rank (MB)", "ratio"])
 # %% [markdown]
 # ## Column-parallel and row-parallel layers
 #
+# `python -m shardlab.tensor_parallel` trains the picture's network, 4096 → 16,384 → 4096, for five steps with these layers on two ranks, compares with one process, and prints the bytes held and sent.
+#
 # The operators of `shardlab.tensor_parallel` take a process group. They reduce a copy, because other code may hold the tensor. `reduce_from_`, with an underscore, sums in place: it is for a new product that no other code holds.
 
 # %%

@@ -427,6 +427,8 @@ show.table(
 #
 # ## The core
 #
+# `python -m shardlab.zero` trains five steps in each stage on two ranks, compares with one process, and prints the bytes held and sent.
+#
 # ### Flat tensors of any size
 #
 # `FlatParams` concatenates parameters, as the plain stage 1 does, and pads the tensor with fewer than $N$ zeros, so that all shards have the same size.

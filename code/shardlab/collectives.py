@@ -259,3 +259,28 @@ def _check_sizes(pieces: Sequence[Tensor], tensor: Tensor, rank: int, size: int)
     if len(sizes) != size or sizes[rank] != tensor.numel():
         needed = f"{size} tensors, that of rank {rank} with {tensor.numel()} elements"
         raise ValueError(f"tensors with {sizes} elements: the list must hold {needed}")
+
+
+if __name__ == "__main__":
+    import sys
+
+    from shardlab.measure import comparison
+
+    def _train_on_rank(algorithm: str) -> comparison.Comparison:
+        """Train copies of a small GPT, and average gradients with this all-reduce; compare."""
+        model, world, n = comparison.build_model(), dist.group.WORLD, dist.get_world_size()
+
+        def backward(model: torch.nn.Module, *batch: Tensor) -> None:
+            comparison.backward_share(model, *batch)
+            for parameter in model.parameters():
+                parameter.grad /= n
+                all_reduce(parameter.grad, world, algorithm)
+
+        run = comparison.train(model, backward, comparison.load_batches())
+        name = f"all_reduce {algorithm}"
+        sizes = (p.nbytes for p in model.parameters())
+        want = sum(count_bytes_sent(name, size, 4, n, dist.get_rank()) for size in sizes)
+        found = {"sent": (want, run.sent.bytes)}
+        return comparison.Comparison(found, *comparison.compare_weights(model.state_dict()))
+
+    sys.exit(comparison.main(_train_on_rank, "algorithm", list(ALL_REDUCE)))

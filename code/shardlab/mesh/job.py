@@ -11,15 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from shardlab import ranks
-from shardlab.common import text
 from shardlab.common.arguments import check_integer, check_type
 from shardlab.common.shapes import Config
-from shardlab.gpt.model import GPT, loss
+from shardlab.gpt.model import loss
 from shardlab.layout import Layout
 from shardlab.measure import count
+from shardlab.measure.comparison import build_model, load_batch
 from shardlab.measure.count import read_clock
 
 from .core import Parallel, create_groups
@@ -55,18 +54,6 @@ class Job:
     def predict_sent_bytes(self, rank: int) -> dict[str, float]:
         """Predict the bytes that leave a rank in a step."""
         return predict_sent_bytes(self.config, self.layout, rank)
-
-
-def load_batch(config: Config, batch: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and targets of all replicas in a step, [batch, seq] each."""
-    tokens, targets = text.get_batch(config.seq, batch, start=step * batch)
-    return tokens.to(ranks.device()), targets.to(ranks.device())
-
-
-def build_model(config: Config) -> GPT:
-    """Make a GPT with the same weights on every rank."""
-    torch.manual_seed(0)
-    return GPT(config).to(ranks.device())
 
 
 def train_on_rank(job: Job) -> dict[str, Any]:

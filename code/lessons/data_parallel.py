@@ -39,6 +39,7 @@ import copy
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -157,18 +158,18 @@ def average_one_by_one(model):
 # The next cell trains again, and averages after each `backward`.
 
 # %%
-def train_together():
+def train_together(average):
     model, optimizer = model_and_optimizer()
     for step in range(5):
         tokens, targets = local_batch(step)
         optimizer.zero_grad()
         loss(model(tokens), targets).backward()
-        average_one_by_one(model)
+        average(model)
         optimizer.step()
     return measure_drift(model, dist.group.WORLD)
 
 
-apart = ranks.run(train_together, 4)
+apart = ranks.run(train_together, 4, average_one_by_one)
 print("drift after five steps:", apart)
 
 # %% tags=["hide-input"]
@@ -223,6 +224,7 @@ for kind in ("AdamW", "SGD"):
 assert off[0] > 1e-3 > 1e-5 > off[1]
 show.table(rows, ["optimizer", "weights after five steps differ by"])
 
+
 # %% [markdown]
 # ### Step 2: buckets
 #
@@ -232,42 +234,103 @@ show.table(rows, ["optimizer", "weights after five steps differ by"])
 #
 # ![Eight parameters in the module's order are put into four buckets, from the last to the first: the head alone in bucket 0, block 2 in bucket 1, block 1 in bucket 2, the embedding in bucket 3. Each bucket is one flat tensor and one message.](../figures/data_parallel_buckets.svg)
 #
-# Buckets hold the parameters in the reverse of the module's order; step 3 needs this.
+# In the next cell a bucket holds at most eight parameters.
+# An all-reduce averages its flat tensor, which is then split and copied back into the gradients.
 
 # %%
-show.source(split_into_buckets, average_in_buckets)
+def make_buckets(model):
+    parameters = list(model.parameters())[::-1]  # step 3 needs the reversed order
+    return [parameters[i : i + 8] for i in range(0, len(parameters), 8)]
+
+
+def flatten_gradients(bucket):
+    flat = torch.cat([parameter.grad.flatten() for parameter in bucket])
+    return flat / dist.get_world_size()
+
+
+def copy_back(bucket, flat):
+    sizes = [parameter.numel() for parameter in bucket]
+    for parameter, piece in zip(bucket, flat.split(sizes), strict=True):
+        parameter.grad.copy_(piece.view_as(parameter))
+
+
+def average_bucket_by_bucket(model):
+    for bucket in make_buckets(model):
+        flat = flatten_gradients(bucket)
+        dist.all_reduce(flat)
+        copy_back(bucket, flat)
+
+
+apart = ranks.run(train_together, 4, average_bucket_by_bucket)
+print("drift after five steps:", apart)
+
 
 # %% [markdown]
-# `Bucket.copy_gradient` makes each `parameter.grad` a view into the bucket's flat tensor.
-# So every gradient is stored once and averaged in place, and the optimizer reads `parameter.grad` as before.
-
-# %%
-show.source(Bucket.copy_gradient, Bucket.start_all_reduce)
-
-# %% [markdown]
-# Three details that are easy to get wrong:
-#
-# - `zero_grad()` sets `grad` to `None`, and autograd then makes a *new* tensor, which is not a view into the bucket. `copy_gradient` writes this tensor, scaled, into the bucket, and frees it.
-# - If this rank did not use a parameter, the bucket still holds the parameter's gradient of the previous step. `start_all_reduce` sets that gradient to zero.
-# - A parameter that *no* rank used must keep `grad=None`. With a gradient of zeros, AdamW's weight decay would change the parameter, which does not happen in one process. So the bucket has one extra element per parameter: after the all-reduce it is positive if any rank had a gradient, else zero.
-#
 # ### Step 3: overlap, sending during backward
 #
 # Backward goes through the layers from the last to the first.
 # The last layer's gradients are ready first, but in step 2 they wait for the first layer's gradients.
-# In step 3 a hook on each parameter, `_on_grad_ready`, copies the gradient into the bucket, and sends the buckets that are full.
-# At the first gradient the hook also asks autograd, through the class [BackwardTracker](../code/shardlab/data_parallel/buckets.py), to call `_finalize_backward` when backward is over.
+# In step 3 autograd calls a hook for each parameter whose gradient is ready.
+# The hook of a bucket's last gradient starts the bucket's all-reduce, with `async_op=True`: it does not wait for the result, and backward goes on.
+# When backward is over, `wait_for_buckets` waits for all of them.
 
 # %%
-show.source(DataParallel._on_grad_ready, DataParallel._finalize_backward)
+def send_during_backward(model):
+    sent = []
+
+    def on_grad_ready(bucket, ready, parameter):
+        ready.append(parameter)
+        if len(ready) == len(bucket):
+            flat = flatten_gradients(bucket)
+            sent.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
+            ready.clear()
+
+    for bucket in make_buckets(model):
+        hook = partial(on_grad_ready, bucket, [])
+        for parameter in bucket:
+            parameter.register_post_accumulate_grad_hook(hook)
+    return sent
+
+
+def wait_for_buckets(sent):
+    for bucket, flat, work in sent:
+        work.wait()
+        copy_back(bucket, flat)
+    sent.clear()
+
+
+# %% tags=["hide-input"]
+# Compares the gradients of all three steps with one process that has the whole batch
+def max_difference(a, b):
+    return max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
+
+
+def collect_gradients(size, average, prepare=lambda model: model):
+    model, _ = model_and_optimizer()
+    handle = prepare(model.double())  # float64 rounds nine digits later than float32
+    tokens, targets = local_batch(0, size)
+    loss(model(tokens), targets).backward()
+    average(handle)
+    return [parameter.grad.cpu() for parameter in model.parameters()]
+
+
+assert apart == [0.0] * 4
+(joined,) = ranks.run(collect_gradients, 1, 16, average_one_by_one)
+steps = [(average_one_by_one,), (average_bucket_by_bucket,)]
+steps += [(wait_for_buckets, send_during_backward)]
+for number, step in enumerate(steps, 1):
+    by_rank = ranks.run(collect_gradients, 4, 4, *step)
+    assert all(max_difference(by_rank[0], found) == 0 for found in by_rank)
+    off = max_difference(by_rank[0], joined)
+    assert off < 1e-12  # float64 rounds at 1e-16; gradients reach 1, and are sums of 1024 terms
+    print(f"step {number}: gradients differ from one process by {off:.0e}")
 
 
 # %% [markdown]
-# Buckets are sent in one fixed order, the same on all ranks.
-# Suppose that rank 0 used layer A before B, rank 1 used B before A, and each rank sent a bucket as soon as it is full.
-# Then rank 0's bucket A would be added to rank 1's bucket B.
-# So a full bucket waits for the buckets before it.
-# Bucket 0 holds the last parameters, because their gradients are ready first: hence the reversed order.
+# Buckets must be sent in one order, the same on all ranks.
+# Suppose that rank 0 used layer A before B, and rank 1 used B before A: then rank 0's bucket A would be added to rank 1's bucket B.
+# And a bucket with a parameter that was not used never becomes full.
+# [The package's buckets](#the-core-buckets-and-the-wrapper) solve both.
 #
 # The pictures show one step. A cell has the colour of the rank whose gradients it holds, four stripes mark the average, and a thick outline marks data that has just arrived.
 #
@@ -323,10 +386,6 @@ show.source(DataParallel._on_grad_ready, DataParallel._finalize_backward)
 
 # %% tags=["hide-input"]
 # Compares gradients and weights with one process and torch's DDP
-def max_difference(a, b):
-    return max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
-
-
 def compare_models(dtype, sizes):
     """Return the largest differences of gradients and weights. sizes: windows per rank."""
     rank, world = dist.get_rank(), dist.group.WORLD
@@ -437,13 +496,28 @@ show.table(rows, head)
 #
 # `python -m shardlab.data_parallel` trains five steps with this code on two ranks, compares with one process, and prints the bytes held and sent.
 #
-# Buckets are created once, and reset when a step begins:
+# The package's buckets hold a number of bytes, not of parameters, and are created once.
 
 # %%
-show.source(assign_buckets, Bucket)
+show.source(split_into_buckets, average_in_buckets, assign_buckets)
 
 # %% [markdown]
+# `Bucket.copy_gradient` makes each `parameter.grad` a view into the bucket's flat tensor.
+# So every gradient is stored once and averaged in place, and the optimizer reads `parameter.grad` as before.
+
+# %%
+show.source(Bucket)
+
+# %% [markdown]
+# Three details are easy to get wrong:
+#
+# - `zero_grad()` sets `grad` to `None`, and autograd then makes a *new* tensor, which is not a view into the bucket. `copy_gradient` writes this tensor, scaled, into the bucket, and frees it.
+# - If this rank did not use a parameter, the bucket still holds the parameter's gradient of the previous step. `start_all_reduce` sets that gradient to zero.
+# - A parameter that *no* rank used must keep `grad=None`. With a gradient of zeros, AdamW's weight decay would change the parameter, which does not happen in one process. So the bucket has one extra element per parameter: after the all-reduce it is positive if any rank had a gradient, else zero.
+#
 # `DataParallel` copies rank 0's weights to all ranks when it is created, sends nothing under `no_sync`, and resets its state after an error in backward.
+# A full bucket waits for the buckets before it, so all ranks send in one order.
+# At the first gradient the hook asks autograd, through the class [BackwardTracker](../code/shardlab/data_parallel/buckets.py), to call `_finalize_backward` when backward is over: it sends the buckets that unused parameters have delayed.
 
 # %%
 show.source(DataParallel)

@@ -77,9 +77,47 @@ def draw_step() -> Figure:
     return figure
 
 
+def draw_mistakes() -> Figure:
+    """A training step in seven parts, and the published mistakes in each. Forward: one dropout mask
+    for all ranks, Megatron-LM 1256. Loss: a mean of means, transformers 34191. Backward: a partial
+    sum as gradient, torchtitan 1805. Accumulation: only the last micro-batch, open-instruct 1498.
+    All-reduce: no sum, Megatron-LM 7452; a sum in 16 bits, pytorch 190626; a sum not divided,
+    Megatron-LM 5956. Clipping: on one rank, DeepSpeed 1801; by each rank's own norm, Automodel
+    3816. Optimizer: AdamW in place of Muon, DeepSpeed 8437.
+    """
+    figure, axes = make_canvas(7.3, 2.75)
+    parts = (
+        ("forward", ("one mask", "Megatron-LM", "1256")),
+        ("loss", ("mean of means", "transformers", "34191")),
+        ("backward", ("partial sum", "torchtitan", "1805")),
+        ("accumulation", ("only the last", "open-instruct", "1498")),
+        (
+            "all-reduce",
+            ("no sum", "Megatron-LM", "7452"),
+            ("in 16 bits", "pytorch", "190626"),
+            ("not divided", "Megatron-LM", "5956"),
+        ),
+        ("clipping", ("on one rank", "DeepSpeed", "1801"), ("own norms", "Automodel", "3816")),
+        ("optimizer", ("not Muon", "DeepSpeed", "8437")),
+    )
+    for number, (name, *mistakes) in enumerate(parts):
+        x = 0.1 + number * 1.04
+        look = {"boxstyle": "round,pad=0.02,rounding_size=0.07", "ec": INK, "fill": False}
+        axes.add_patch(FancyBboxPatch((x, 0.1), 0.84, 0.36, lw=1.0, **look))
+        draw_text(axes, x + 0.42, 0.28, name, fontsize=9)
+        if number:
+            draw_arrow(axes, (x - 0.17, 0.28), (x - 0.03, 0.28), lw=1.0, mutation_scale=9)
+        for row, (mistake, project, thread) in enumerate(mistakes):
+            y = 0.72 + row * 0.7
+            draw_title(axes, x + 0.42, y, mistake, fontsize=9)
+            draw_text(axes, x + 0.42, y + 0.18, project, fontsize=9)
+            draw_text(axes, x + 0.42, y + 0.34, thread, fontsize=9)
+    return figure
+
+
 def main() -> None:
-    """Draw both pictures into this file's folder."""
-    for draw in (draw_parts, draw_step):
+    """Draw the pictures into this file's folder."""
+    for draw in (draw_parts, draw_step, draw_mistakes):
         alt = " ".join((draw.__doc__ or "").split())
         show.save_svg(draw(), HERE / f"parity_{draw.__name__.removeprefix('draw_')}.svg", alt)
 

@@ -268,17 +268,27 @@ print(f"together: {counted + activations:,}; the step's peak: {most:,} bytes")
 #
 # ![Bytes of states for each parameter, as bars of weights, gradients and optimizer. float32: 16; bfloat16, float32 master: 16; … and float32 gradients: 18; 8-bit moments: 10; bfloat16, momentum: 12; bfloat16, SGD: 8 bytes.](../figures/memory_recipes.svg)
 #
-# Here is the whole calculation.
-# `Recipe` has the bytes per element of each kind of tensor.
-# `dp`, `tp` and `pp` are numbers of ranks, and `zero` is the stage of [ZeRO](zero.md), which says which states are sharded.
-# This lesson has one rank: `dp`, `tp` and `pp` are 1, and `zero` is 0.
+# So the states are a product, here of both recipes:
 
 # %%
-show.source(memory.core.Recipe, memory.estimate_states, memory.core.compute_states)
+RECIPES = {  # bytes per parameter: weight, gradient, master weight, two moments
+    "float32": (4, 4, 0, 8),
+    "mixed precision": (2, 2, 4, 8),
+}
+
+
+def plain_prediction(parameters, recipe):
+    """Return the bytes of weights, of gradients, and of the optimizer's tensors."""
+    weight, gradient, master, moments = RECIPES[recipe]
+    return [size * parameters for size in (weight, gradient, master + moments)]
+
+
+states = plain_prediction(memory.count_parameters(llama), "mixed precision")
+print("Llama 3 8B (GB):", [round(size / GB, 1) for size in states])
 
 
 # %% [markdown]
-# The next cell defines, for float32 and bfloat16, a function that runs a step and counts the bytes of every state tensor.
+# The next cell defines, for each recipe, a function that runs a step of a small model and counts the bytes of every state tensor.
 
 # %%
 def float32():
@@ -305,15 +315,13 @@ def mixed_precision():
 # %% tags=["hide-input"]
 # Compares the states of both recipes with the prediction, to the byte
 P = memory.count_parameters(SHAPE)
-for precision, recipe in (("fp32", float32), ("bf16", mixed_precision)):
-    found, master = recipe()
+for name, run_step in zip(RECIPES, (float32, mixed_precision), strict=True):
+    found, master = run_step()
     found["optimizer"] += master
-    want = memory.estimate_states(P, precision=precision)
     held = [found[part] for part in parts[:3]]
-    assert held == [getattr(want, part) for part in parts[:3]]
-    assert sum(held) == want.total == 16 * P
+    assert held == plain_prediction(P, name) and sum(held) == 16 * P
     each = " + ".join(f"{size:,}" for size in held)
-    print(f"{precision}: {each} = {sum(held):,} bytes, as predicted: 16 x {P:,}")
+    print(f"{name}: {each} = {sum(held):,} bytes, as predicted: 16 x {P:,}")
 
 # %% [markdown]
 # AdamW also keeps a counter of steps, four bytes for each *tensor*: 67 tensors, 268 bytes.
@@ -444,13 +452,22 @@ show.table(rows, [*head, "difference (%)", "share of logits and loss (%)"])
 #
 # `python -m shardlab.memory` trains five steps with and without recomputation, compares the weights, and prints the bytes held beside the prediction.
 #
-# `shardlab/memory/core.py` computes the states by kind.
+# `shardlab/memory/core.py` computes the states for more recipes and optimizers, and for many ranks: `tp` and `pp` cut the model, and `zero` is the stage of [ZeRO](zero.md), which says which states are sharded.
+
+# %%
+show.source(
+    memory.core.Recipe,
+    memory.core.States,
+    memory.core.check_recipe,
+    memory.estimate_states,
+    memory.core.compute_states,
+)
+
+# %% [markdown]
 # For activations it has a function for each row of [the table](#activations), in the order of the forward pass; each returns the bytes kept.
 
 # %%
 show.source(
-    memory.core.check_recipe,
-    memory.core.States,
     memory.core.compute_sizes,
     memory.core.kept_by_norm,
     memory.core.kept_by_projections,

@@ -421,7 +421,10 @@ assert not report.is_equal
 #
 # ## Ten published mistakes
 #
-# Each of these mistakes was published, and raised no error. Each is reproduced here in a few lines that are passed to `train`.
+# Each of these mistakes was published, and raised no error. Each is reproduced here in a few lines that are passed to `train`; the longer ones are folded.
+# The picture shows the part of a step that each changes.
+#
+# ![A training step in seven parts, and the published mistakes in each. Forward: one dropout mask for all ranks, Megatron-LM 1256. Loss: a mean of means, transformers 34191. Backward: a partial sum as gradient, torchtitan 1805. Accumulation: only the last micro-batch, open-instruct 1498. All-reduce: no sum, Megatron-LM 7452; a sum in 16 bits, pytorch 190626; a sum not divided, Megatron-LM 5956. Clipping: on one rank, DeepSpeed 1801; by each rank's own norm, Automodel 3816. Optimizer: AdamW in place of Muon, DeepSpeed 8437.](../figures/parity_mistakes.svg)
 #
 # **A mean of means** (transformers 34191 {cite}`transformers34191`). Texts have unequal lengths. Each rank, or each micro-batch, takes the mean over its own tokens, and these means are averaged. `compute_joined_mean` is right: it divides the sum of all losses by the number of all tokens.
 
@@ -443,7 +446,8 @@ def compute_joined_mean(logits, targets):
 # **Another optimizer than you asked for** (DeepSpeed 8437 {cite}`deepspeed8437`). Muon is for matrices, so it gets the parameters with two dimensions. But ZeRO's shards of parameters are flat, so AdamW gets all of them.
 # Muon casts gradients to 16 bits, and a single number that rounds in the other direction moves Muon's update by 1 %. So the runs with noise also change some of these roundings.
 
-# %%
+# %% tags=["hide-input"]
+# The optimizers, and ZeRO-3, whose shards are flat
 def make_muon(model):
     named = dict(model.named_parameters())
     inner = {n for n, p in named.items() if "blocks" in n and p.ndim == 2}
@@ -461,7 +465,8 @@ def shard_model(model):
 # %% [markdown]
 # **Micro-batches that are lost** (open-instruct 1498 {cite}`openinstruct1498`). The training loop accumulates gradients itself, but DeepSpeed's engine was not told: it treats each backward as a whole step's, and keeps only the last gradient. Stages 1 and 2 of version 0.19.8 still make this mistake (November 2026).
 
-# %%
+# %% tags=["hide-input"]
+# Two micro-batches in one process, and in DeepSpeed's engine with and without the boundary
 def split_micro_batches():
     return zip(*(x.chunk(2) for x in make_batch(0)), strict=True)
 
@@ -539,7 +544,8 @@ def parallelize_with_dtensor(model, placements=None):
 # %% [markdown]
 # **A weight that all heads share** (Megatron-LM 7452, finding 11 {cite}`megatron7452`). Each rank has some of the heads, and one norm weight is shared by all heads. Each rank's gradient of this weight comes only from its own heads, and the ranks' gradients are not added up.
 
-# %%
+# %% tags=["hide-input"]
+# A norm of each head, whose weight all heads share
 class HeadNorm(nn.Module):
     def __init__(self):
         super().__init__()
@@ -576,7 +582,8 @@ def sum_norm_gradients(model, which, dtype=torch.float32):
 # %% [markdown]
 # **Experts' gradients not divided** (Megatron-LM 5956 {cite}`megatron5956`). An expert sees the tokens of all ranks, so its gradient is already a sum over the ranks. The gradient still has to be divided by the number of ranks.
 
-# %%
+# %% tags=["hide-input"]
+# Experts, and an average that leaves out their gradients
 def scale_experts(model):
     for block in model.blocks:
         for expert in block.ffn.experts[2:]:
@@ -616,7 +623,8 @@ def clip_locally(model, limit):
 # %% [markdown]
 # **`and` for a comma** (Megatron-LM 1256 {cite}`megatron1256`). A `with` statement should enter two contexts. But `rng and fp8` evaluates to `fp8`: `rng` is never entered, and all ranks drop the same units. To compare dropout at all, the plain program has to draw the numbers that the ranks should draw: here each half of the batch has its own seed.
 
-# %%
+# %% tags=["hide-input"]
+# Dropout with a seed for each half of the batch, entered by a comma or by `and`
 @contextmanager
 def fork_rng(seed):
     with torch.random.fork_rng():

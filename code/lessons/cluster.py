@@ -855,6 +855,9 @@ print(len(list(pairs.generate_rounds(64))), "rounds for 64 ranks")
 # %%
 sessions.show_job("array.sbatch")
 
+# %% [markdown]
+# One `sbatch` submits all four tasks, and each writes its own file:
+
 # %%
 sessions.show_session("array", live=False)
 

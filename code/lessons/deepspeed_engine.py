@@ -574,7 +574,7 @@ assert says == {"tensor": 8, "pipeline": 4}
 #
 # ![The life of a checkpoint. Two ranks train at stage 3, and each holds a shard of every state, one half. save writes, under a tag, two model files without weights and two optimizer files, each with a shard of the float32 master weights; the file latest names the tag. load reads the shards on two ranks, and training continues bit for bit. plain_state_dict joins the shards into one dictionary of weights, without optimizer, for use without DeepSpeed. to_universal makes a folder of full tensors, from which each of any number of ranks loads its shard.](../figures/deepspeed_engine_checkpoint.svg)
 #
-# The cell trains three steps at stage 3, saves, and trains two more. Then new engines load the checkpoint and train the same two steps: two ranks from the regular checkpoint, and one, two and four ranks from the universal one.
+# One function trains three steps at stage 3, saves, and trains two more. The other loads the checkpoint into a new engine, and trains the same two steps.
 
 # %%
 def four_windows(step):
@@ -601,6 +601,10 @@ def resume_training(folder, universal):
     return [de.step(engine, [four_windows(step)]) for step in (3, 4)]
 
 
+# %% [markdown]
+# Two ranks resume from the regular checkpoint; one, two and four ranks resume from the universal one.
+
+# %%
 with tempfile.TemporaryDirectory() as folder:
     # CPU: the same bits each time
     went_on = ranks.run(save_and_go_on, 2, folder, device="cpu")[0]

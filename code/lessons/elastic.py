@@ -29,6 +29,7 @@
 # %% tags=["hide-input"]
 # Imports, and a folder for what the ranks write
 
+import itertools
 import json
 import os
 import socket
@@ -57,14 +58,20 @@ FOLDER = Path(TEMPORARY.name)
 # A *launcher* starts a program several times on a node. It tells each process its rank, waits, and ends all processes when one fails.
 
 # %%
-def run_plain_agent(command, size):
-    """Start `size` ranks of a program; return their exit statuses."""
+def start_ranks(command, size, port, node=0, nodes=1):
+    """Start a node's `size` ranks of a program; return the processes."""
     started = []
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": find_free_port("127.0.0.1")}
-    for rank in range(size):
-        given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, **meet}
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size * nodes}
+    for local in range(size):
+        given = {"RANK": node * size + local, "LOCAL_RANK": local, **meet}
         environment = os.environ | {name: str(value) for name, value in given.items()}
         started.append(subprocess.Popen(command, env=environment))
+    return started
+
+
+def run_plain_agent(command, size):
+    """Run `size` ranks of a program; return their exit statuses."""
+    started = start_ranks(command, size, find_free_port("127.0.0.1"))
     while (codes := [one.poll() for one in started]).count(None):
         if any(codes):  # one has failed: the others would wait for it
             for one in started:
@@ -91,6 +98,7 @@ print("exit statuses:", codes)
 
 assert codes == [-15, 7, -15]
 
+
 # %% [markdown]
 # A negative status is minus the number of the signal that ended the process: 15 is SIGTERM, which the launcher sent.
 #
@@ -109,52 +117,66 @@ assert codes == [-15, 7, -15]
 #
 # ![Two nodes, each with an agent and two ranks; the store is on node 0, the node of the host, and both agents use it. Below, time: in round 0 four ranks run, then rank 3 dies. The host orders a stop, all ranks end, and when all agents are ready it orders round 1, in which all four ranks start again and connect at another port.](../figures/elastic_rounds.svg)
 #
-# The agent that serves the store is the *host*. It alone decides what all agents do, and writes its decision, the *order*, under one key. An order has a number, and is valid until the host writes an order with a higher number.
+# The agent that serves the store is the *host*. It alone decides what all agents do, and writes its decision, the *order*.
 # Each start of all ranks is a *restart round*, or *round*, and has a number, too.
-
-# %%
-show.source(host.Order)
-
-# %% [markdown]
-# Every agent writes a *report* on its ranks, twenty times a second.
-
-# %%
-show.source(host.Report, host.Failure, core.AgentStore)
-
-# %% [markdown]
-# Reports also show that the agent still runs: the number `heartbeat` grows with each report. The host notes, by its own clock, when the number grew. So it never compares two nodes' clocks.
-# Every agent tries to listen at the store's address. Only the agent on the store's node succeeds and becomes the host: no option names it.
 #
-# From the reports the host decides the next order. It orders a start only after all ranks of the last round have ended, on all nodes.
+# In plain form, a node starts its ranks when the order of the round is there. If a rank fails, on any node, all agents end theirs, and the host orders another round.
 
 # %%
-show.source(host.Host)
+def run_plain_node(store, node, nodes, command, size):
+    """Run a node's ranks, in rounds, until a round has no failure; return the rounds."""
+    for number in itertools.count():
+        if node == 0:  # the host orders a start, at a new port
+            store.set(f"order {number}", str(find_free_port("127.0.0.1")))
+        port = store.get(f"order {number}").decode()  # waits for the order
+        started = start_ranks(command, size, port, node, nodes)
+        while (codes := [one.poll() for one in started]).count(None):
+            if any(codes) or store.check([f"failed {number}"]):
+                store.set(f"failed {number}", "")
+                for one in started:
+                    one.terminate()
+            time.sleep(0.05)
+        if any(codes):
+            store.set(f"failed {number}", "")
+        store.add(f"ended {number}", 1)
+        while store.add(f"ended {number}", 0) < nodes:
+            time.sleep(0.05)
+        if not store.check([f"failed {number}"]):
+            return number + 1
+
 
 # %% [markdown]
-# Three of the host's rules matter most:
-#
-# - *Each round has its own port.* A leftover rank of round 0 cannot connect to a rank of round 1.
-# - *All ranks start again, not only the failed rank.* The others have connections to the failed rank, and are in the middle of a step.
-# - *A lost node does not count as a restart* towards the job's limit, although the ranks of the other nodes fail as well.
-#
-# The rest of the agent starts and ends processes, and ensures that no rank outlives its agent.
+# Two nodes have two ranks each. Rank 3 fails in the first round, while the other ranks sleep; in the second round all ranks succeed.
 
 # %%
-show.source(exec_rank.main, core.RankProcesses)
+FAIL_ONCE = f"""
+import os, pathlib, sys, time
+failed = pathlib.Path({str(FOLDER / "failed")!r})
+if os.environ["RANK"] == "3" and not failed.exists():
+    failed.touch()
+    sys.exit(7)
+time.sleep(1)
+"""
+
+
+def run_nodes(port):
+    node = dist.get_rank()
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=node == 0)
+    rounds = run_plain_node(store, node, 2, [sys.executable, "-S", "-c", FAIL_ONCE], 2)
+    dist.barrier()  # the store ends with node 0's process
+    return rounds
+
+
+# CPU: agents, no GPU
+rounds = ranks.run(run_nodes, 2, find_free_port("127.0.0.1"), device="cpu")
+print("rounds that each node ran:", rounds)
+
 
 # %% [markdown]
-# `PR_SET_PDEATHSIG` asks Linux to kill a process when its parent ends, even by SIGKILL.
-# This ends only the rank, and not processes that the rank started.
-# So each round has one more process, [kill_sessions.py](../code/shardlab/elastic/kill_sessions.py), which reads from a pipe. When the agent dies, the kernel closes the pipe, and this process kills each rank's session: the rank and its child processes.
-
-# %%
-show.source(core.Agent)
-
-
-# %% [markdown]
-# An agent that gets SIGTERM removes its node from the job: it passes the signal to its ranks, which have `grace` seconds to save. An agent that gets SIGUSR1 passes it to the ranks, and continues.
+# This leaves out a node that no longer answers, a limit of restarts, the message of the rank that failed first, and ranks that outlive their agent.
+# The core, `core.run`, [has all four](#the-core-orders-reports-and-processes).
 #
-# ### The environment variables of each rank
+# ## The environment variables of each rank
 #
 # Here a job has two nodes, the first with one rank, the second with three. Each agent runs in its own process, and the ranks print environment variables.
 
@@ -246,12 +268,57 @@ caption = f"Recorded {found['date']}, {where}; {start}"
 head = ["what happens", "seconds, ours / torchrun", "steps lost", "ranks after (of 4)"]
 show.table(rows, head, caption=caption)
 
-
 # %% [markdown]
 # - Each number is the median of two jobs. Most of the time is the script's start, mainly its imports, which no launcher can avoid.
 # - Under both launchers only the steps since the last save are lost. Repeated steps had the same losses, on fewer ranks too.
 # - "An agent alone is killed": torchrun's ranks do not notice, and continue training. At the next fault they wait for ever, and keep their GPUs, unless a scheduler ends them. Our ranks end with their agent, and the other node starts again alone.
 # - A dash means that training did not go on. Without the store's node, the job ends under both launchers, and only the scheduler can start it again.
+#
+# ## The core: orders, reports and processes
+#
+# The host writes its order under one key. An order has a number, and is valid until the host writes an order with a higher number.
+
+# %%
+show.source(host.Order)
+
+# %% [markdown]
+# Every agent writes a *report* on its ranks, twenty times a second.
+
+# %%
+show.source(host.Report, host.Failure, core.AgentStore)
+
+# %% [markdown]
+# Reports also show that the agent still runs: the number `heartbeat` grows with each report. The host notes, by its own clock, when the number grew. So it never compares two nodes' clocks.
+# Every agent tries to listen at the store's address. Only the agent on the store's node succeeds and becomes the host: no option names it.
+#
+# From the reports the host decides the next order. It orders a start only after all ranks of the last round have ended, on all nodes.
+
+# %%
+show.source(host.Host)
+
+# %% [markdown]
+# Three of the host's rules matter most:
+#
+# - *Each round has its own port.* A leftover rank of round 0 cannot connect to a rank of round 1.
+# - *All ranks start again, not only the failed rank.* The others have connections to the failed rank, and are in the middle of a step.
+# - *A lost node does not count as a restart* towards the job's limit, although the ranks of the other nodes fail as well.
+#
+# The rest of the agent starts and ends processes, and ensures that no rank outlives its agent.
+
+# %%
+show.source(exec_rank.main, core.RankProcesses)
+
+# %% [markdown]
+# `PR_SET_PDEATHSIG` asks Linux to kill a process when its parent ends, even by SIGKILL.
+# This ends only the rank, and not processes that the rank started.
+# So each round has one more process, [kill_sessions.py](../code/shardlab/elastic/kill_sessions.py), which reads from a pipe. When the agent dies, the kernel closes the pipe, and this process kills each rank's session: the rank and its child processes.
+
+# %%
+show.source(core.Agent)
+
+
+# %% [markdown]
+# An agent that gets SIGTERM removes its node from the job: it passes the signal to its ranks, which have `grace` seconds to save. An agent that gets SIGUSR1 passes it to the ranks, and continues.
 #
 # ## Comparison with torchrun
 #

@@ -223,6 +223,9 @@ show.figure(figure, alt, "mesh-wrong-order")
 show.source(mesh.create_groups)
 
 
+# %% [markdown]
+# On eight ranks the groups are those of torch:
+
 # %%
 def compare_groups():
     ours = mesh.create_groups(EIGHT, dist.group.WORLD)

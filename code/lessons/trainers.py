@@ -123,6 +123,10 @@ def train_plainly(steps=10):
     return losses, norms, model.state_dict()
 
 
+# %% [markdown]
+# Lightning trains on two ranks: with DDP, with FSDP2, and with FSDP2 on the mesh that it makes by default.
+
+# %%
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     # CPU: Lightning is given the CPU here
@@ -284,15 +288,32 @@ for power in (0, 16, 20):
 assert worst[0] > 3 * worst[16] and rows[1][2].startswith("0 ") and bad
 show.table(rows, ["scale", "largest error (%)", "parameters with inf or nan"])
 
+
 # %% [markdown]
 # If the scale is too small, gradients lose digits; if it is too large, they overflow.
-# The right scale is not known in advance, and changes during training. So the scaler adjusts it: when a gradient overflows, it halves the scale and skips the step; after `interval` good steps it doubles the scale.
+# The right scale is not known in advance, and changes during training. So a scaler adjusts it: when a gradient overflows, it halves the scale and skips the step; after `interval` good steps it doubles the scale.
 
 # %%
-show.source(LossScaler)
+def plain_unscale(gradients, scale, good_steps, interval=2000):
+    """Divide gradients by the scale; return whether to step, the next scale, good steps."""
+    for gradient in gradients:
+        gradient /= scale
+    if not all(gradient.isfinite().all() for gradient in gradients):
+        return False, scale / 2, 0
+    if good_steps + 1 == interval:
+        return True, 2 * scale, 0
+    return True, scale, good_steps + 1
+
+
+state = 2.0**16, 0
+for value in (1.0, 2.0, float("inf"), 3.0):
+    step, *state = plain_unscale([torch.tensor([value])], *state, interval=2)
+    print("step" if step else "skip", *state)
 
 
 # %% [markdown]
+# [`LossScaler`](../code/shardlab/trainers/scaler.py) keeps this state. Before the decision it shares a flag among the ranks of a group, 1 if any of the rank's gradients is inf or nan, by an `all_reduce`:
+#
 # ![Two ranks, each with a shard of the gradients. Rank 1's has an inf, so its flag is 1 and rank 0's is 0. After an all-reduce with MAX both flags are 1: both ranks skip the step and halve the scale.](../figures/trainers_scale.svg)
 #
 # DDP does not need this `all_reduce`. Every rank has the sum of all gradients, so an inf on one rank is an inf on all, and all skip the same step.

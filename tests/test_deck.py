@@ -25,7 +25,7 @@ TABLE = (
 )
 EXERCISE = (
     '<div class="exercise"><p class="admonition-title"><span class="caption-number">1</span>'
-    ' (Bytes)</p><div class="cell"><div class="cell_input"><pre>check(answer, "bytes")</pre></div>'
+    ': Bytes</p><div class="cell"><div class="cell_input"><pre>check(answer, "bytes")</pre></div>'
     "</div></div>"
 )
 

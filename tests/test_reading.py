@@ -27,7 +27,7 @@ A {term}`rank <ranks>`; `{cite}` stays.
 
 ![A box [a]](../figures/box.svg)
 
-````{admonition} Checked: "it is so"
+````{admonition} False: "it is so"
 :class: checked
 
 It is **not**.
@@ -125,7 +125,7 @@ def test_a_lesson_in_plain_markdown(course):
     assert "([Müller et al., 2001](https://a.b/1); [van Dam and Doe, 2002](" in first
     assert "https://arxiv.org/abs/2.2" in first and "says ACME (2003).\nA rank; `{cite}`" in first
     assert "![A box [a]](../figures/box.svg)" in first
-    box = '<div class="alert alert-success">\n\n**Checked: "it is so"**\n\nIt is **not**.\n\n'
+    box = '<div class="alert alert-danger">\n\n**False: "it is so"**\n\nIt is **not**.\n\n'
     assert box in first and 'x = {1: "{cite}`one2001`"}\n```\n\n</div>' in first
     assert '<a id="here"></a>' in first
     assert exercises.startswith("## Exercises\n\n**Two steps**\n\n1. ![One](../figures/box.svg)")

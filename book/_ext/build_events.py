@@ -73,6 +73,7 @@ def on_doctree_read(app: Sphinx, doctree: nodes.document) -> None:
     """Finish a page that was read, before Sphinx stores it."""
     search.store_sections(app, doctree)
     directives.attach_answers(app, doctree)
+    directives.mark_verdicts(app, doctree)
     cluster_site.adapt_page(app, doctree)
 
 
@@ -95,7 +96,11 @@ def on_page_context(
     lesson_page.add_page_notes(app, pagename, body, context)
     lesson_page.fill_table(app, pagename, body)
     lesson_page.skip_extra_pages(app, pagename, context)
+    lesson_page.format_exercise_titles(body)
+    lesson_page.keep_values_whole(body)
     inline_svg.set_output_widths(body)
+    if app.builder.name != "html" or pagename != app.config.root_doc:
+        inline_svg.add_captions(body)
     code_pages.redirect_outputs(app, body, context["pathto"])
     directives.add_assets(app, body)
     calculator.add_assets(app, body)

@@ -32,11 +32,17 @@ SLIDE_WIDTH, SLIDE_HEIGHT = 1180, 720  # pixels: width inside the margins, and h
 MAX_PARAGRAPH_CHARS = 400  # characters of a paragraph that fits on a slide
 _MONO_WIDTH, _PROSE_WIDTH = 0.603, 0.6  # width of a character in units of the font size
 _FONT = re.compile(r"font(?:-size)?:[^;]*?([\d.]+)px")  # font size in a style of a picture
+_POINTER = re.compile(  # words for what stands elsewhere on the page
+    r"\b(?:the|this|these|next|last|first|second|third|fourth|previous|following|folded) "
+    r"(?:cell|table|picture|figure|row|column)s?\b|\brows? \d|\b(?:look|see) here\b|:$"
+    r"|\b(?:above|below)(?=[,.;:)]|$)|\b(?:above|below) shows?\b|^(?:Above|Below)\b",
+    re.IGNORECASE,
+)
 _SKIPPED_SECTIONS = ("Exercises", "Summary", "Further reading")
 # By class: what no slide shows, and elements of which a slide shows only the content.
 _LEFT_OUT = {
     "headerlink", "lesson-outputs", "open-folds", "can-wait", "exercise-where", "predict-title",
-    "quiz",
+    "quiz", "picture-caption",
 }  # fmt: skip
 _UNWRAPPED = {"predict", "predict-answer"}
 
@@ -98,6 +104,14 @@ def list_children(tag: Tag) -> list[Tag]:
     return tag.find_all(True, recursive=False)
 
 
+def drop_pointers(html: str) -> str:
+    """Leave out the sentences of a paragraph that point at something which is not on the slide."""
+    html = re.sub(r"\s*\([^()]*\)", lambda m: "" if _POINTER.search(m[0]) else m[0], html)
+    sentences = re.split(r"(?<=[.?!:])\s+(?=[A-Z<])", html)
+    kept = [one for one in sentences if not _POINTER.search(strip_tags(one))]
+    return " ".join(kept)
+
+
 def count_words(tag: Tag) -> int:
     """Return the number of words in an element, without code and pictures."""
     apart = sum(len(one.get_text(" ").split()) for one in tag.select("pre, svg"))
@@ -149,7 +163,7 @@ def _parse_exercise(one: Tag) -> tuple[str, str]:
     code = "".join(pre.get_text() for pre in one.select(".cell_input pre")[-1:])
     check = re.search(r'check\(\s*(\w+)\s*(?:,\s*"(\w+)")?', code)
     name = (check[2] or check[1]) if check else ""
-    return get_inner_html(heading).removeprefix("(").removesuffix(")"), name
+    return get_inner_html(heading).removeprefix(": "), name
 
 
 def _iter_blocks(one: Tag, sub: str) -> Iterator[Block]:
@@ -362,12 +376,13 @@ def render_code(block: Block, high: float) -> str:
 
 
 def render_claim(block: Block, high: float) -> str:
-    """Return a claim as a question, true or false; the answer appears in the next step."""
-    short = (p for p in block.tag.select("p") if len(p.get_text()) <= MAX_PARAGRAPH_CHARS)
-    answer = next(map(get_inner_html, short), "")
-    claim = block.title.removeprefix("Checked:").strip()
+    """Return a claim as a question, true or false; verdict and reasons appear in the next step."""
+    verdict, _, claim = block.title.partition(": ")
+    reasons = (drop_pointers(get_inner_html(p)) for p in block.tag.select("p"))
+    short = (one for one in reasons if 0 < len(strip_tags(one)) <= MAX_PARAGRAPH_CHARS)
+    answer = f"<strong>{verdict}.</strong> {next(short, '')}".strip()
     later = f'<p class="claim fragment" data-fragment-index="0">{answer}</p>'
-    return f'<p class="quote">{claim}</p><p class="ask">True, or false?</p>{later}' * bool(answer)
+    return f'<p class="quote">{claim}</p><p class="ask">True, or false?</p>{later}'
 
 
 def render_figure(block: Block, high: float) -> str:
@@ -417,9 +432,9 @@ def make_candidates(section: Section) -> list[Slide]:
         slide.place = place
         found.append(slide)
     paragraphs = [b.tag for b in section.blocks if b.kind == "prose" and b.tag.name == "p"]
-    for tag in paragraphs if not found else ():
-        if 60 < len(tag.get_text()) <= MAX_PARAGRAPH_CHARS:
-            return [Slide(section.title, f"<p>{get_inner_html(tag)}</p>", anchor=section.anchor)]
+    for said in (drop_pointers(get_inner_html(tag)) for tag in paragraphs if not found):
+        if 60 < len(strip_tags(said)) <= MAX_PARAGRAPH_CHARS:
+            return [Slide(section.title, f"<p>{said}</p>", anchor=section.anchor)]
     return found
 
 

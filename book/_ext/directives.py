@@ -40,6 +40,7 @@ from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
+from shardcourse.build.notebook_export import classify_verdict
 from shardcourse.build.quizzes import QUIZZES_FILE, format_verdict, read_quizzes
 
 # Class of a box -> names of the script and the style that a page with such a box loads.
@@ -170,6 +171,16 @@ def attach_answers(app: Sphinx, doctree: nodes.document) -> None:
         answer = make_html('<div class="predict-answer">\n')
         box.parent.remove(cell)
         box.replace_self([head, *box.children, answer, cell, make_html("</div>\n</div>\n")])
+
+
+def mark_verdicts(app: Sphinx, doctree: nodes.document) -> None:
+    """Give each box that judges a claim the class of the verdict in its title."""
+    for box in doctree.findall(nodes.admonition):
+        if "checked" in box["classes"]:
+            try:
+                box["classes"].append(classify_verdict(box[0].astext()))
+            except ValueError as error:
+                raise ExtensionError(f"{app.env.docname}: {error}") from None
 
 
 def add_assets(app: Sphinx, body: BeautifulSoup) -> None:

@@ -73,6 +73,25 @@ def embed_pictures(app: Sphinx, doctree: nodes.document) -> None:
         image.replace_self(raw)
 
 
+def add_captions(body: BeautifulSoup) -> None:
+    """Give each picture that stands alone a number, and its description as a visible caption.
+
+    Drawings and pictures of cells get the same frame: a figure with a box that scrolls.
+    """
+    alone = "section > p:has(> .inline-svg:only-child), figure.shown-figure:has(> svg)"
+    for number, figure in enumerate(body.select(alone), 1):
+        svg = figure.svg
+        if figure.name == "figure":
+            svg.wrap(body.new_tag("span", attrs={"class": "inline-svg"}))
+        figure.name, figure["class"] = "figure", "captioned"
+        caption = body.new_tag(
+            "figcaption", attrs={"class": "picture-caption", "aria-hidden": "true"}
+        )
+        caption.append(body.new_tag("strong", string=f"Figure {number}."))
+        caption.append(f" {svg['aria-label']}")  # which is read aloud already
+        figure.append(caption)
+
+
 def set_output_widths(body: BeautifulSoup) -> None:
     """Set the widths of pictures in cells' outputs, which are already in the page."""
     for svg in body.select("figure.shown-figure > svg:not([style])"):

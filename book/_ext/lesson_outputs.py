@@ -20,8 +20,10 @@ lessons among them, and `app.lesson_books` the lessons' code cells with their ou
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +45,7 @@ logger = logging.getLogger(__name__)
 LESSONS_PREFIX = "lessons/"
 EXECUTIONS_PAGE = "book/execution"  # the page that lists how each page was executed
 FOLDED_TAG = "hide-input"  # tag of a cell whose code is folded
+_SHOWING_CALL = re.compile(r"show\.(source|file)|(\w+\.)?show_\w+")
 
 
 @dataclass
@@ -183,6 +186,9 @@ def read_with_outputs(text: str, book: Path) -> nbformat.NotebookNode:
     page = copy_outputs(build.parse_notebook(text), build.load_recording(book))
     for cell in build.code_cells(page):
         _set_fold_title(cell)
+        if _only_shows(cell.source):
+            cell.metadata["tags"] = [*cell.metadata.get("tags", []), "remove-input"]
+        cell.outputs = [one for one in cell.outputs if not _is_missing_answer(one)]
     page.metadata["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
     return page
 
@@ -191,9 +197,26 @@ def _set_fold_title(cell: nbformat.NotebookNode) -> None:
     """Turn a folded cell's first line, a comment that describes it, into the fold's title."""
     first, _, rest = cell.source.partition("\n")
     if FOLDED_TAG in cell.metadata.get("tags", []) and first.startswith("# "):
-        title = first.removeprefix("# ")
+        title = first.removeprefix("# ").replace("`", "")  # plain text on the page
         cell.metadata["mystnb"] = {"code_prompt_show": title, "code_prompt_hide": title}
         cell.source = rest.lstrip("\n")
+
+
+def _only_shows(source: str) -> bool:
+    """Return True if a cell is one call that shows a source, a file or a session."""
+    try:
+        statements = ast.parse(source).body
+    except SyntaxError:  # a cell's magic
+        return False
+    call = (
+        statements[0].value if len(statements) == 1 and isinstance(statements[0], ast.Expr) else 0
+    )
+    return isinstance(call, ast.Call) and bool(_SHOWING_CALL.fullmatch(ast.unparse(call.func)))
+
+
+def _is_missing_answer(output: nbformat.NotebookNode) -> bool:
+    """Return True for what `check` says of the unanswered form, which only a notebook needs."""
+    return 'class="verdict verdict-wrong"' in output.get("data", {}).get("text/html", "")
 
 
 def copy_outputs(page: nbformat.NotebookNode, made: nbformat.NotebookNode) -> nbformat.NotebookNode:

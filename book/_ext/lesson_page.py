@@ -13,6 +13,7 @@ comparison Sphinx gets back its own numbers.
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -314,9 +315,9 @@ def write_downloads(app: Sphinx, docname: str) -> None:
 # --- Exercises ------------------------------------------------------------------------------------
 
 _ANSWER_HINT = (
-    '<p class="exercise-where">Answer it in <code>lab/{topic}.ipynb</code>, which '
+    '<p class="exercise-where">Answer the exercises in <code>lab/{topic}.ipynb</code>, which '
     '<code>make lab</code> opens, or in <a href="{up}{file}" download>the notebook of these '
-    "exercises</a>.</p>\n"
+    "exercises</a>: a check judges each answer.</p>\n"
 )
 
 
@@ -340,10 +341,33 @@ def number_by_page(app: Sphinx, env: BuildEnvironment) -> list[str]:
 
 
 def add_answer_hint(doctree: nodes.document, docname: str) -> None:
-    """End each exercise of a lesson with a line on where to answer it."""
+    """Say before the first exercise of a lesson where to answer all of them."""
     topic = docname.removeprefix("lessons/")
-    if topic != docname:
+    exercise = next(iter(doctree.findall(exercise_enumerable_node)), None)
+    if topic != docname and exercise:
         up = f"{'../' * docname.count('/')}{DOWNLOADS_FOLDER}/"
         words = _ANSWER_HINT.format(topic=topic, up=up, file=f"{topic}{EXERCISES_SUFFIX}")
-        for exercise in doctree.findall(exercise_enumerable_node):
-            exercise[-1] += nodes.raw("", words, format="html")
+        exercise.parent.insert(exercise.parent.index(exercise), nodes.raw("", words, format="html"))
+
+
+def format_exercise_titles(body: BeautifulSoup) -> None:
+    """Write "Exercise 1: Bytes (easy)" where sphinx-exercise writes "Exercise 1 (Bytes (easy))"."""
+    for title in body.select(".exercise > .admonition-title, .solution > .admonition-title"):
+        for number in title.select(".caption-number"):
+            number.string = number.get_text().rstrip()
+        opening = next(text for text in title.find_all(string=True) if "(" in text)
+        opening.replace_with(re.sub(r"\s*\(", ": ", opening, count=1))
+        last = title.find_all(string=True)[-1]
+        last.replace_with(last.rstrip().removesuffix(")"))
+
+
+_VALUE = re.compile(  # places in a table's cell where no line may end
+    r"(?<=\d) (?=(?:[kKMGTP]?i?B|[kMGT]?bit|h|min|m?s|µs|days?|years?)(?:/s)?\b|%)"
+    r"|(?<=\d h) (?=\d)|(?<=\d:\d\d) (?=to \d)|(?<=\d:\d\d to) (?=\d)"
+)
+
+
+def keep_values_whole(body: BeautifulSoup) -> None:
+    """Put no-break spaces into the values of tables: "14 h 46 min", "9:15 to 10:30", "40 %"."""
+    for text in [text for cell in body.select("td") for text in cell.find_all(string=_VALUE)]:
+        text.replace_with(_VALUE.sub("\N{NO-BREAK SPACE}", text))

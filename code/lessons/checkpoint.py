@@ -1099,7 +1099,7 @@ assert (weight[:32] == 200).all() and (weight[32:] == 100).all()
 
 
 # %% [markdown]
-# ````{admonition} Checked: "DCP's index is written last, so a broken save is noticed"
+# ````{admonition} Only if the folder is new: "DCP's index is written last, so a broken save is noticed"
 # :class: checked
 #
 # In a new folder that is true: without an index nothing loads.
@@ -1196,7 +1196,7 @@ show.figure(
 # With averages of many steps a weight moves by a small part of the learning rate.
 # In a large run you see this as a spike in the loss curve.
 #
-# ````{admonition} Checked: "asking for a state dict changes nothing"
+# ````{admonition} Only if the optimizer already has state: "asking for a state dict changes nothing"
 # :class: checked
 #
 # Before the first step an optimizer has no state. `get_optimizer_state_dict` creates the state by a step with zero gradients, and leaves the step counters at 1, so the table's counter is one too high.

@@ -244,7 +244,7 @@ sessions.show_session("gpus")
 # With `--gpus-per-task=1` each task sees one GPU. CUDA numbers visible GPUs from 0, so the device is `cuda:0` in all tasks, and `cuda:1` is invalid in the second task.
 # A script that takes `LOCAL_RANK % torch.cuda.device_count()` is right in both cases.
 #
-# ````{admonition} Checked: "export CUDA_VISIBLE_DEVICES=0,1,2,3 gives the job its GPUs"
+# ````{admonition} False: "export CUDA_VISIBLE_DEVICES=0,1,2,3 gives the job its GPUs"
 # :class: checked
 #
 # Many batch scripts have this line. In the session below, two jobs with one GPU each share a node, and both set the variable.
@@ -257,7 +257,7 @@ sessions.show_session("gpus")
 sessions.show_session("devices", live=False)
 
 # %% [markdown]
-# ````{admonition} Checked: "use $RANDOM as --rdzv-id"
+# ````{admonition} Only if the batch script expands it: "use $RANDOM as --rdzv-id"
 # :class: checked
 #
 # This depends on quotes. Between double quotes the batch script replaces `$RANDOM` once, before `srun` starts anything.
@@ -312,7 +312,7 @@ sessions.show_session("requeue", live=False)
 # A requeued job keeps its number, and so its folder. It waits two minutes before it may start (`BeginTime`); `scontrol update` removes this delay.
 # A test stops [our script](train.md#the-script-to-take-home) in this way, and checks that each step ran once, with the losses of one process.
 #
-# ````{admonition} Checked: "USR1 makes the job save"
+# ````{admonition} Only if the ranks handle the signal: "USR1 makes the job save"
 # :class: checked
 #
 # The signal makes the *ranks* save, if they handle it. `torchrun` does not handle SIGUSR1, so the signal ends `torchrun` with status 138, which is 128 + 10.
@@ -353,7 +353,7 @@ sessions.show_session("killed", live=False)
 # Decorate `main` with `@record` (`torch.distributed.elastic.multiprocessing.errors`), and every rank that raises leaves `LOGS/ID_…/attempt_0/LOCAL_RANK/error.json`.
 # The earliest of these files on all nodes is from the rank that failed first.
 #
-# ````{admonition} Checked: "the timestamp in error.json tells who was first"
+# ````{admonition} False: "the timestamp in error.json tells who was first"
 # :class: checked
 #
 # The timestamp has whole seconds (torch 2.13, [tested](../tests/test_elastic.py)), and other ranks fail within milliseconds.
@@ -431,7 +431,7 @@ rows = [(n, f"{100 * b:.0f}", f"{f / 1e9:.1f}") for n, (b, f) in found.items()]
 show.table(rows, ["rows of the matrix", "core busy (% of time)", "GFLOP/s"])
 
 # %% [markdown]
-# ```{admonition} Checked: "the GPUs are at 100 %, so they are used"
+# ```{admonition} False: "the GPUs are at 100 %, so they are used"
 # :class: checked
 #
 # In the table the core is equally busy with both sizes, but does many times as much work with large matrices.
@@ -694,7 +694,7 @@ assert find_missing_ranks(calls, "data") == [1]
 # `python -m shardlab cluster hang FOLDER` prints the same report, and PyTorch's `torchfrtrace FOLDER -p trace_` reads these files, too.
 # [A test](../tests/test_cluster_hang.py) gives the same records to both.
 #
-# ```{admonition} Checked: "torchfrtrace works with any backend, and names the culprit"
+# ```{admonition} False: "torchfrtrace works with any backend, and names the culprit"
 # :class: checked
 #
 # With gloo's own records `torchfrtrace` ends in a `KeyError`, since gloo leaves out the groups (torch 2.13, November 2026, [tested](../tests/test_cluster_hang.py)); `flight.take_record` fills them in.

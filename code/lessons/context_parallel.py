@@ -354,7 +354,7 @@ show.table(rows, head, caption=f"{seq} tokens, causal, forward")
 
 
 # %% [markdown]
-# `````{admonition} Checked: "the causal mask halves the time of ring attention"
+# `````{admonition} Only if the pieces are in zig-zag order: "the causal mask halves the time of ring attention"
 # :class: checked
 #
 # The mask halves the total work of all ranks, but a step takes as long as its slowest rank.
@@ -591,7 +591,7 @@ show.table(
 )
 
 # %% [markdown]
-# `````{admonition} Checked: "the all-to-all always sends less than the ring"
+# `````{admonition} Only if there are as many key-value heads as query heads: "the all-to-all always sends less than the ring"
 # :class: checked
 #
 # Yes, with as many key-value heads as query heads. With fewer key-value heads the ring sends fewer bytes: here, with 2 instead of 16, the ring sends less than the all-to-all on 2 and 4 ranks (rows 4 and 5 of the table).
@@ -764,7 +764,7 @@ show.figure(
 # Lines are predicted ([predict.py](../code/shardlab/context_parallel/predict.py)), dots measured. The kept bytes agree exactly: a quarter of one process's, in every layer.
 # The peak in backward is more than a quarter, because it includes one layer's message buffers. Kept bytes and peak grow in proportion to the context.
 #
-# `````{admonition} Checked: "with N times the ranks, N times the context for the same time"
+# `````{admonition} False: "with N times the ranks, N times the context for the same time"
 # :class: checked
 #
 # For the same memory, yes. But attention's work grows with the square of the sequence: $N$ times the tokens on $N$ times the ranks is $N$ times the work for each rank.

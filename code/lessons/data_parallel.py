@@ -185,7 +185,7 @@ assert apart == [0.0] * 4
 # An all-reduce waits for every rank: if a rank skipped it for lack of a gradient, the others would wait forever.
 # The package's [average_gradients](../code/shardlab/data_parallel/buckets.py) handles both cases.
 #
-# ````{admonition} Checked: "copies synchronise their weights"
+# ````{admonition} False: "copies synchronise their weights"
 # :class: checked
 #
 # No weight is sent in a step, only gradients.
@@ -453,7 +453,7 @@ show.table(rows, head, caption="Largest differences over five steps")
 #
 # The [tests](../tests/test_data_parallel.py) make the same comparison with tied weights, a frozen layer, a layer that only some ranks use, a buffer, accumulation, and groups of some ranks.
 #
-# ````{admonition} Checked: "DDP sums the gradients, so divide the learning rate by the number of ranks"
+# ````{admonition} False: "DDP sums the gradients, so divide the learning rate by the number of ranks"
 # :class: checked
 #
 # DDP averages: in the table above its gradient equals the joined batch's, up to rounding.
@@ -770,7 +770,7 @@ show.figure(
 )
 
 # %% [markdown]
-# ````{admonition} Checked: "overlap makes communication free"
+# ````{admonition} False: "overlap makes communication free"
 # :class: checked
 #
 # On a slow link most of the sending overlaps backward, so the ratio in the last row above is below 1.
@@ -1327,7 +1327,7 @@ def different_models():
 assert ranks.run(different_models, 2) == ["refused", "refused"]
 
 # %% [markdown]
-# ````{admonition} Checked: "a rank without a gradient can skip the all-reduce"
+# ````{admonition} False: "a rank without a gradient can skip the all-reduce"
 # :class: checked
 #
 # It cannot, as the skipped bucket above shows; it must take part with zeros.

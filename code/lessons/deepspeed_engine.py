@@ -204,7 +204,7 @@ for name, value in settings.items():
 #
 # The three-line run above left out the fourth row, `gradient_clipping`.
 #
-# ````{admonition} Checked: "without a clipping line there is no clipping"
+# ````{admonition} Only if DeepSpeed is older than 0.19.3: "without a clipping line there is no clipping"
 # :class: checked
 #
 # This was true until mid-2026. DeepSpeed's [pull request 8068](https://github.com/deepspeedai/DeepSpeed/pull/8068), merged on 23 June 2026, changed the default from 0.0 to 1.0, and [version 0.19.3](https://github.com/deepspeedai/DeepSpeed/releases/tag/v0.19.3) was the first with it.
@@ -433,7 +433,7 @@ show.table(rows, [*head, "the rest: states, activations (MB)"])
 #
 # The configuration has a section `activation_checkpointing`. Its name suggests that it switches recomputation on.
 #
-# ````{admonition} Checked: "the section activation_checkpointing saves memory"
+# ````{admonition} Only if the model calls DeepSpeed's checkpoint: "the section activation_checkpointing saves memory"
 # :class: checked
 #
 # On its own the section changes nothing: it says *how* to recompute, not *which modules*.
@@ -544,7 +544,7 @@ head = [
 show.table(rows, head, caption=f"Whole model: {full:,} parameters, ffn.up (256, 64)")
 
 # %% [markdown]
-# ````{admonition} Checked: "train_batch_size is the batch that the optimizer sees"
+# ````{admonition} Only if the model is not tensor parallel: "train_batch_size is the batch that the optimizer sees"
 # :class: checked
 #
 # This is wrong with automatic tensor parallelism. Both runs above have four sequences in each step; the next cell prints the batch that the engine reports.
@@ -956,7 +956,7 @@ show.table(
 #
 # ### `loss.backward()` in place of `engine.backward(loss)`
 #
-# ````{admonition} Checked: "with loss.backward() the ranks silently drift apart"
+# ````{admonition} False: "with loss.backward() the ranks silently drift apart"
 # :class: checked
 #
 # This is no longer true. In DeepSpeed 0.19.8 (November 2026) stage 0 refuses `loss.backward()`. Stages 1 to 3 reduce the gradients in hooks, also with accumulation, as the next cell measures.

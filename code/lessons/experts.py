@@ -434,7 +434,7 @@ show.table(rows, head)
 # Without a capacity the layer is *dropless*, as in today's large models.
 # Then a rank needs enough memory even if all tokens choose its experts.
 #
-# `````{admonition} Checked: "a causal model with experts is causal"
+# `````{admonition} Only if experts have no capacity: "a causal model with experts is causal"
 # :class: checked
 #
 # A model with a capacity is not causal.

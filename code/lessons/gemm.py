@@ -273,7 +273,7 @@ show.table(rows, [*head, "difference (bytes)", "fits in 40 MB"])
 
 
 # %% [markdown]
-# `````{admonition} Checked: "four ranks need a quarter of the memory each"
+# `````{admonition} False: "four ranks need a quarter of the memory each"
 # :class: checked
 #
 # A quarter of 88.1 MB would be 22 MB.
@@ -567,7 +567,7 @@ show.table(
 # If $B$ has to be broadcast first, the broadcast's time is added, and $n^*$ is larger.
 # With 400 TFLOP/s, 200 GB/s and 2 bytes, $n^*$ is the 2,000 of the puzzle.
 #
-# `````{admonition} Checked: "if two GPUs are slower than one, take more of them"
+# `````{admonition} False: "if two GPUs are slower than one, take more of them"
 # :class: checked
 #
 # Below $n^*$ more ranks do not help; with latency they take longer.
@@ -801,7 +801,7 @@ head = [
 show.table(rows, head)
 
 # %% [markdown]
-# `````{admonition} Checked: "cut into 16, each rank computes 16 times less, so it is done 16 times sooner"
+# `````{admonition} False: "cut into 16, each rank computes 16 times less, so it is done 16 times sooner"
 # :class: checked
 #
 # The last column is a rank's speed, in percent of its speed at $t = 1$, without communication.

@@ -326,14 +326,14 @@ for name, run_step in zip(RECIPES, (float32, mixed_precision), strict=True):
 # %% [markdown]
 # AdamW also keeps a counter of steps, four bytes for each *tensor*: 67 tensors, 268 bytes.
 #
-# ````{admonition} Checked: "mixed precision halves the memory"
+# ````{admonition} False: "mixed precision halves the memory"
 # :class: checked
 #
 # As measured above, both recipes take 16 bytes per parameter.
 # Mixed precision halves only the layers' activations and the bytes sent; and it lets matrix products use a GPU's faster units.
 # ````
 #
-# ````{admonition} Checked: "training needs about twice the memory of the weights"
+# ````{admonition} Only if the optimizer is SGD without momentum: "training needs about twice the memory of the weights"
 # :class: checked
 #
 # With AdamW the states are 16 bytes per parameter: *eight* times a bfloat16 file of the weights, and four times a float32 file.
@@ -354,7 +354,7 @@ assert memory.megatron_bytes("fp16", 1, distributed=False) == 20
 print("16, 18, 18 and 20 bytes a parameter: shardlab.memory counts the same")
 
 # %% [markdown]
-# ````{admonition} Checked: "GB and GiB are the same thing"
+# ````{admonition} False: "GB and GiB are the same thing"
 # :class: checked
 #
 # A GB is $10^9$ bytes, a GiB is $2^{30}$, 7.4 % more.
@@ -440,7 +440,7 @@ head = [
 show.table(rows, [*head, "difference (%)", "share of logits and loss (%)"])
 
 # %% [markdown]
-# ````{admonition} Checked: "activations are what the layers keep; forget the logits"
+# ````{admonition} False: "activations are what the layers keep; forget the logits"
 # :class: checked
 #
 # In the table, logits and loss are up to half of the bytes kept.
@@ -681,7 +681,7 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# ````{admonition} Checked: "halving the batch halves the memory"
+# ````{admonition} False: "halving the batch halves the memory"
 # :class: checked
 #
 # In the table, halving from 4 sequences to 2 saves less than two fifths, and from 2 to 1 less than a third, since the states do not depend on the batch.
@@ -1050,7 +1050,7 @@ show.table(rows, [*head, "difference (%)"])
 #   In training a kept loss takes little; in an evaluation a sum of losses keeps the activations of every batch, until memory runs out in the middle of the validation set.
 #   The remedy is `with torch.no_grad():`, and `.item()` for what you keep.
 #
-# ````{admonition} Checked: "a list of losses keeps all activations alive"
+# ````{admonition} Only if backward is never called: "a list of losses keeps all activations alive"
 # :class: checked
 #
 # Not after `backward()`, which frees the tensors that the graph saved: in the third row each step adds four bytes.

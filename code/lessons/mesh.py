@@ -829,7 +829,7 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# ```{admonition} Checked: "hybrid sharding keeps the traffic in the node"
+# ```{admonition} False: "hybrid sharding keeps the traffic in the node"
 # :class: checked
 #
 # The bytes that leave a node fall from 95 to 56 GB: by two fifths, and not to an eighth.

@@ -194,7 +194,7 @@ show.table(rows, head, caption="One GPU, float32, one sequence of 8,192 tokens")
 # %% [markdown]
 # Neither fits: an A100 or H100 has 80 GB, an H200 141.
 #
-# `````{admonition} Checked: "a 70B model needs 280 GB"
+# `````{admonition} Only if you count the weights alone: "a 70B model needs 280 GB"
 # :class: checked
 #
 # Its *weights* need 280 GB in float32; its model states are 1,129 GB, and activations come on top.
@@ -305,7 +305,7 @@ beside_one_process("data parallel", data_parallel)
 # Replicas divide the batch, and with it time and activations.
 # They do not divide the states: **the whole model must fit on one GPU**.
 #
-# `````{admonition} Checked: "N GPUs train N times as fast"
+# `````{admonition} Only if gradients are sent during backward: "N GPUs train N times as fast"
 # :class: checked
 #
 # They do as long as the gradients can be sent during backward.
@@ -572,7 +572,7 @@ beside_one_process("tensor parallel", everything_cut)
 # The price is four all-reduces a layer, two in forward and two in backward; the next matrix product waits for each of them.
 # So these ranks are usually the GPUs of one *node*, a machine with fast links inside.
 #
-# `````{admonition} Checked: "tensor parallelism sends less than data parallelism"
+# `````{admonition} Only if a rank has few tokens: "tensor parallelism sends less than data parallelism"
 # :class: checked
 #
 # Often it sends more.

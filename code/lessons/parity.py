@@ -357,7 +357,7 @@ print(report := parity.check(few_bits, wrong))
 assert not report.is_equal
 
 # %% [markdown]
-# ````{admonition} Checked: "it is off by 2e-3, that is rounding; loosen the tolerance"
+# ````{admonition} False: "it is off by 2e-3, that is rounding; loosen the tolerance"
 # :class: checked
 #
 # A pull request to Megatron-LM {cite}`megatron5956` added a test that compares experts on two ranks with one process, and the test failed in CI.

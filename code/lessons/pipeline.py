@@ -283,7 +283,7 @@ def train_step(order, m):
 # %% [markdown]
 # GPipe {cite}`huang2019gpipe` replaces that loop by two loops, one of forwards and one of backwards:
 
-# %%
+# %% tags=["slide"]
 def gpipe(stage, pieces):
     kept = [stage.forward(*piece) for piece in pieces]
     for x, out in kept:
@@ -302,7 +302,7 @@ gradients = ranks.run(train_step, 4, gpipe, 8)
 #
 # Some papers divide the idle time by the working time, which gives $(p-1)/m$ {cite}`narayanan2021megatron`; this course divides by the whole step.
 #
-# `````{admonition} Checked: "four micro-batches on four stages keep GPUs 75 % busy"
+# `````{admonition} False: "four micro-batches on four stages keep GPUs 75 % busy"
 # :class: checked
 #
 # The busy fraction is $m/(m+p-1) = 4/7 = 57\,\%$: the pipeline has to fill *and* drain. ($3/4$ is $(p-1)/m$, idle time over work.)
@@ -348,7 +348,7 @@ show.check_timing(abs(busy - 4 / 7) < 0.1, "busy for 4/7, within 10 points")
 # A backward frees the activations that its forward kept. So 1F1B runs each backward as early as possible: after a stage's first backward, it alternates *one forward, one backward* {cite}`narayanan2021megatron`.
 # Stage $s$, counted from 0, starts with $p-1-s$ forwards, and never holds more than $p-s$ micro-batches, however large $m$ is. The code has three loops: warm-up, steady state and cool-down:
 
-# %%
+# %% tags=["slide"]
 def one_f_one_b(stage, pieces):
     ahead = min(stage.last - stage.me, len(pieces))
     kept = deque()
@@ -575,7 +575,7 @@ head = ["schedule", "bubble: formula (%)", "simulated (%)", "if all end together
 show.table(rows, [*head, "held", "messages sent by stage 1"])
 
 # %% [markdown]
-# `````{admonition} Checked: "zero bubble: no GPU ever waits"
+# `````{admonition} Only if stages need not end together: "zero bubble: no GPU ever waits"
 # :class: checked
 #
 # The paper measures each stage from *its own* first action to its own last. By that definition ZB-H2 has no bubble: stages start and end one after the other, and start the next step in the same order.
@@ -1168,7 +1168,7 @@ show.table(rows, head)
 #
 # ![Above, the bubble for 2 to 32 stages and 1 to 128 micro-batches: from 97 % for 32 stages and one micro-batch to below 1 % for 2 stages and 128; it is at most 20 % with four times as many micro-batches as stages. Below, the first stage's peak activations, in units of one micro-batch's activations in all layers: GPipe's grow with the micro-batches, to 32 units for 4 stages and 128 micro-batches; 1F1B's stop at one unit, for 4 stages as for 16.](../figures/pipeline_choose.svg)
 #
-# `````{admonition} Checked: "with four times as many micro-batches as stages the bubble is negligible"
+# `````{admonition} Only if recomputation fills the waiting time: "with four times as many micro-batches as stages the bubble is negligible"
 # :class: checked
 #
 # GPipe's authors measured a negligible bubble {cite}`huang2019gpipe`, because a stage recomputed activations while it waited for the gradient. Without this overlap, $m = 4p$ leaves a bubble of $(p-1)/(5p-1)$: 16 % for 4 stages, up to 20 % for many. For 5 % you need $m = 19\,(p-1)$.
@@ -1306,7 +1306,7 @@ show.table(rows, head, caption="Two ranks, loopback, m = 4")
 #
 # DeepSpeed's `PipelineModule(layers, num_stages)` has one schedule, 1F1B, and calls $m$ `gradient_accumulation_steps`.
 #
-# `````{admonition} Checked: "wrap an nn.Sequential in torch.distributed.pipeline.sync.Pipe"
+# `````{admonition} False: "wrap an nn.Sequential in torch.distributed.pipeline.sync.Pipe"
 # :class: checked
 #
 # Tutorials still recommend this module. It was deprecated in March 2024 ([pull request 121464](https://github.com/pytorch/pytorch/pull/121464)) and then removed ([127354](https://github.com/pytorch/pytorch/pull/127354)). Its successor is `torch.distributed.pipelining`, formerly a separate project, PiPPy.
@@ -1327,7 +1327,7 @@ assert gone and {"ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"} <= 
 )
 
 # %% [markdown]
-# `````{admonition} Checked: "DeepSpeed's pipeline goes with any ZeRO stage"
+# `````{admonition} False: "DeepSpeed's pipeline goes with any ZeRO stage"
 # :class: checked
 #
 # It works with stages 0 and 1 only. Stages 2 and 3 reduce-scatter gradients after every micro-batch, so a pipeline's $m$ micro-batches would need $m$ times the messages ([ZeRO](zero.md)). The next cell tries stages 0 to 2 in DeepSpeed's own engine.

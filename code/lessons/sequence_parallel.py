@@ -137,7 +137,7 @@ show.table(
 
 
 # %% [markdown]
-# `````{admonition} Checked: "tensor parallelism over t ranks divides activations by t"
+# `````{admonition} False: "tensor parallelism over t ranks divides activations by t"
 # :class: checked
 #
 # Each of four ranks keeps 44 %, not 25 % (last row above).
@@ -497,7 +497,7 @@ show.table(
 # (sequence-bytes)=
 # ### Bytes sent in a step
 #
-# `````{admonition} Checked: "sequence parallelism buys memory with communication"
+# `````{admonition} Only if backward gathers the tokens again: "sequence parallelism buys memory with communication"
 # :class: checked
 #
 # An all-reduce of $S$ bytes sends $2\frac{t-1}{t}S$ from each rank, an all-gather and a reduce-scatter $\frac{t-1}{t}S$ each.

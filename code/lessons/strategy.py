@@ -248,7 +248,7 @@ assert rank_correlation(floors) < 0.5
 
 
 # %% [markdown]
-# `````{admonition} Checked: "count FLOPs and bytes, divide by the data sheet, take the smallest"
+# `````{admonition} False: "count FLOPs and bytes, divide by the data sheet, take the smallest"
 # :class: checked
 #
 # The floor is a quarter of the measured time, and its order of layouts is nearly unrelated to the measured order.
@@ -602,7 +602,7 @@ show.table(rows, ["machines", "model", "the fastest", "the rule says", "costs"])
 
 
 # %% [markdown]
-# `````{admonition} Checked: "size decides"
+# `````{admonition} False: "size decides"
 # :class: checked
 #
 # On H100s and larger GPUs the rule costs a few percent for 1B, and for 70B no more than the error of the prediction.

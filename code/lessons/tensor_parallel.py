@@ -483,7 +483,7 @@ show.table(rows, head, caption=f"Sent by rank 0 of {N} in forward")
 # "Columns, rows" sends least, in one message. The other orders need two messages, with 2.5, 3 and 4.5 times as many bytes.
 #
 # (tp-plus)=
-# `````{admonition} Checked: "y = y0.to('cuda:0') + y1.to('cuda:0') is the all-reduce"
+# `````{admonition} False: "y = y0.to('cuda:0') + y1.to('cuda:0') is the all-reduce"
 # :class: checked
 #
 # In tutorials one process moves both partial sums to GPU 0 and adds them. The sum is right, and autograd differentiates it.
@@ -567,7 +567,7 @@ show.source(tp.ShardedLayer, tp.ColumnLinear, tp.RowLinear)
 # `shared_input` is for layers that share an input: see [below](#overlap-in-backward).
 #
 # (tp-bias)=
-# `````{admonition} Checked: "row-parallel layers each add their bias"
+# `````{admonition} False: "row-parallel layers each add their bias"
 # :class: checked
 #
 # Then the all-reduce adds up $t$ biases. With rank $r$'s columns $A^{(r)}$ of $A = \mathrm{GELU}(X W_1)$, it returns $\sum_r (A^{(r)} W_2^{(r)} + b) = Y + t\,b$ instead of $Y + b$, without an error.
@@ -1157,7 +1157,7 @@ show.table(rows, head, caption="On each rank, float32")
 # %% [markdown]
 # States are predicted to the byte. Parameters that ranks hold whole are less than one percent, and less still in larger models.
 #
-# `````{admonition} Checked: "on t ranks everything takes a t-th of the memory"
+# `````{admonition} False: "on t ranks everything takes a t-th of the memory"
 # :class: checked
 #
 # Activations take more. They are divided inside the two regions; outside, every rank keeps the whole *residual stream* for LayerNorms and residual additions.
@@ -1692,7 +1692,7 @@ show.source(own_seed)
 # It looks wasteful to draw a whole matrix and keep a shard, so people let each rank create its layers with the shards' shapes.
 #
 # (tp-shards)=
-# `````{admonition} Checked: "each rank can initialise its own shard"
+# `````{admonition} Only if seeds differ and scales do not depend on the shape: "each rank can initialise its own shard"
 # :class: checked
 #
 # With *one seed on all ranks*, all shards are equal. They get equal gradients and stay equal for ever, and the network has $F/t$ different neurons instead of $F$.

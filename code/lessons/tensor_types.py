@@ -1203,7 +1203,7 @@ show.table(
 )
 
 # %% [markdown]
-# `````{admonition} Checked: "if the loss of the first step is that of one process, the cut is right"
+# `````{admonition} False: "if the loss of the first step is that of one process, the cut is right"
 # :class: checked
 #
 # Of the eleven mistakes that were run, seven have the loss of one process, to ten digits; all eleven have a wrong gradient in that step, or in the next step.

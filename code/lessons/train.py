@@ -199,7 +199,7 @@ show_diff(one_gpu.main, ddp.main)
 #
 # The order of the data has a separate seed, which is the same on all ranks.
 #
-# ```{admonition} Checked: "manual_seed(1000 + rank) at the top of the script"
+# ```{admonition} Only if DDP copies the weights: "manual_seed(1000 + rank) at the top of the script"
 # :class: checked
 #
 # Then each rank starts with different weights. DDP hides this mistake, since DDP copies rank 0's weights to all ranks. `fully_shard` copies nothing: each rank keeps its shard of a *different* random model.

@@ -403,7 +403,7 @@ show.table(
 #
 # `torch.amp.GradScaler` needs no repair with FSDP2: gradients are `DTensor`s, which call this all-reduce themselves ([pytorch#132816](https://github.com/pytorch/pytorch/pull/132816)). `tests/test_trainers.py` also compares `GradScaler` with our `LossScaler`: scales and weights are bitwise equal.
 #
-# ````{admonition} Checked: "GradScaler knows DTensors, so all ranks decide alike"
+# ````{admonition} Only if the first gradient is sharded: "GradScaler knows DTensors, so all ranks decide alike"
 # :class: checked
 #
 # This holds only if the *first* gradient is sharded: its placement decides how the overflow flag is reduced (torch 2.13, November 2026).

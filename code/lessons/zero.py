@@ -676,7 +676,7 @@ show.table(
 #
 # Besides states a rank holds activations, and in stage 3 the gathered units.
 #
-# `````{admonition} Checked: "ZeRO-3 divides all 122 GB by 8"
+# `````{admonition} False: "ZeRO-3 divides all 122 GB by 8"
 # :class: checked
 #
 # A frequent example: 7 billion parameters, 112 GB of states, 10 GB of activations, 8 GPUs, so 122 / 8 = 15 GB on each.
@@ -715,7 +715,7 @@ assert plain_ == sharded and total + 10e9 == 24e9
 #
 # The size of the units changes the peak.
 #
-# `````{admonition} Checked: "wrap the model, and stage 3 does the rest"
+# `````{admonition} Only if each block is a unit: "wrap the model, and stage 3 does the rest"
 # :class: checked
 #
 # Wrapped as one unit, the model is sharded only between steps. Its weights are full during all of forward and backward, when memory is short.
@@ -865,7 +865,7 @@ show.table(
 # (zero-accumulation)=
 # ### Accumulation
 #
-# `````{admonition} Checked: "stage 2 saves gradient memory with accumulation, for free"
+# `````{admonition} False: "stage 2 saves gradient memory with accumulation, for free"
 # :class: checked
 #
 # With $m$ micro-batches per step, stage 1 adds gradients up locally (`no_sync`) and sends them once.
@@ -1014,7 +1014,7 @@ show.table(rows, [*head, "difference (%)", "relative to data parallel"])
 
 
 # %% [markdown]
-# `````{admonition} Checked: "stage 3 sends 50 % more, so it is 50 % slower"
+# `````{admonition} Only if the step waits for the link: "stage 3 sends 50 % more, so it is 50 % slower"
 # :class: checked
 #
 # It does send 50 % more. If a step mostly waits for the link (rows 1–2), it also takes nearly 50 % longer.

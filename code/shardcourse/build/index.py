@@ -19,6 +19,7 @@ from pathlib import Path
 
 from . import paths
 from .key import list_lessons
+from .notebook_export import VERDICT
 from .reading_time import make_anchor
 
 TOPICS_FILE = Path("book/topics.yml")
@@ -191,7 +192,7 @@ def _format_topic_table(index: Index) -> list[str]:
 
 
 def _list_checked_claims(index: Index) -> list[str]:
-    """Return the claims in boxes marked Checked, page by page, each with a link to its section."""
+    """Return the claims that boxes judge, page by page, each with a link to its section."""
     titles = {f"lessons/{name}": topic.title for name, topic in index.topics.items()}
     lines = []
     for name in [file for part in index.parts for file in part.files]:
@@ -199,14 +200,15 @@ def _list_checked_claims(index: Index) -> list[str]:
         text = re.sub(r"^```{code-cell}.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
         link = os.path.relpath(f"{name}.md", CLAIMS_FILE.parent)
         section, claims = "", []
-        for heading, claim in _BOX.findall(text):
+        for heading, verdict, claim in _BOX.findall(text):
             section = heading or section
-            claims += [f"- [{claim}]({link}#{make_anchor(section)})"] * bool(claim)
+            item = f"- {verdict}: [{claim}]({link}#{make_anchor(section)})"
+            claims += [item] * bool(claim)
         if claims:
             title = titles.get(name) or re.search(r"^# (.+)$", text, re.MULTILINE)[1]
             lines += [f"**[{title}]({link})**", "", *claims, ""]
     return lines[:-1]
 
 
-# Matches a heading, or the claim in the title of a box.
-_BOX = re.compile(r"^(?:##+ (.+)|`{3,}\{admonition\} Checked: (.+))$", re.MULTILINE)
+# Matches a heading, or the title of a box: the verdict and the claim.
+_BOX = re.compile(rf"^(?:##+ (.+)|`{{3,}}\{{admonition\}} {VERDICT.pattern}(.+))$", re.MULTILINE)

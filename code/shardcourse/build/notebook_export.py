@@ -44,7 +44,17 @@ _NEEDS = """\
 You need no GPU. The page Set-up of the course says how to install the package.*"""
 _BOXES = {"admonition", "attention", "caution", "danger", "dropdown", "error", "hint", "important"}
 _BOXES |= {"note", "seealso", "tip", "warning"}
-_COLOURS = {"checked": "success", "warning": "warning", "caution": "warning", "danger": "danger"}
+_COLOURS = {"warning": "warning", "caution": "warning", "danger": "danger"}
+_COLOURS |= {"true": "success", "only-if": "warning", "false": "danger"}
+# A title of a box that judges a claim: 'False: "…"', 'Only if the tensor is large: "…"'.
+VERDICT = re.compile(r"(True|False|Only if [^:]+): (?=[\"“])")
+
+
+def classify_verdict(title: str) -> str:
+    """Return the class of a judged claim: "true", "false" or "only-if". Raises ValueError."""
+    if not (found := VERDICT.match(title)):
+        raise ValueError(f'{title!r}: must begin with "True: ", "False: " or "Only if …: "')
+    return found[1].lower() if found[1] in ("True", "False") else "only-if"
 
 
 class Part(NamedTuple):
@@ -160,6 +170,7 @@ class MarkdownWriter:
             )
         title = self._convert_prose([title or name.capitalize()])
         kinds = [name, *options.get("class", "").split()]
+        kinds += [classify_verdict(title)] if "checked" in kinds else []
         if "dropdown" in kinds:
             return fold_text(title, text)
         colour = next((_COLOURS[kind] for kind in kinds[::-1] if kind in _COLOURS), "info")

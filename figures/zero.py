@@ -198,9 +198,9 @@ def draw_memory() -> None:
     show.save_svg(
         figure,
         HERE / "zero_memory.svg",
-        "Bytes on each of 8 ranks for 7 billion parameters: stage 0 has 122 GB, stage 1 48.5 GB, "
-        "stage 2 36.25 GB, stage 3 24 GB. In each stage 10 GB are activations, so stage 3 stays "
-        "above an eighth of 122 GB, which is 15.25 GB.",
+        "Bytes on each of 8 ranks for 7 billion parameters in mixed precision: stage 0 has 122 GB, "
+        "stage 1 48.5 GB, stage 2 36.25 GB, stage 3 24 GB. In each stage 10 GB are activations, so "
+        "stage 3 stays above an eighth of 122 GB, which is 15.25 GB.",
     )
 
 

@@ -46,7 +46,6 @@ from shardlab import deepspeed_engine as de
 from shardlab import memory, ranks, zero
 from shardlab import tensor_parallel as tp
 from shardlab.common import show, text
-from shardlab.data_parallel import DataParallel
 from shardlab.gpt.model import GPT, PRESETS, Config, loss
 from shardlab.layout import Layout
 from shardlab.measure import count
@@ -85,7 +84,7 @@ def batch(step):
 # ## One model, one process
 #
 # This page trains one small GPT, of four layers and 853,120 parameters, in several ways.
-# The first is one process: five steps of AdamW, with eight sequences in each.
+# The first is one process: five steps of AdamW on eight sequences each.
 
 # %%
 def train(model, batch=batch, update=step_alone, parameters=None):
@@ -102,8 +101,8 @@ def train(model, batch=batch, update=step_alone, parameters=None):
 
 
 # %% [markdown]
-# Every other way of training must reproduce these losses and weights, up to rounding.
-# Most ways call this same loop with another `model`, `batch` or `update`.
+# Every other way must reproduce these losses and weights, up to rounding.
+# Most call this loop with another `model`, `batch` or `update`.
 
 # %% tags=["hide-input"]
 # Trains on one process, and keeps losses and weights as the reference
@@ -169,7 +168,7 @@ print("losses of one process:", ", ".join(f"{x:.4f}" for x in ONE.losses))
 #
 # ![Memory of one GPU during a step of Llama 3 8B in float32. Weights and AdamW's two means, 96 GB together, are there all the time. Activations grow during forward, to 101 GB. During backward they are freed, and gradients take their place, up to 32 GB. The peak of 198 GB is at the end of forward; the four parts add up to 230 GB.](../figures/model_parallelism_step.svg)
 #
-# Backward frees activations, from the last layer to the first, while it makes gradients.
+# Backward frees activations while it makes gradients.
 # So the *peak*, the most that a GPU holds at any moment, is less than the sum of the parts: here 198 GB, not 230.
 
 # %% tags=["hide-input"]
@@ -192,7 +191,7 @@ head = ["model", "weights (GB)", "all states (GB)", "activations (GB)", "peak (G
 show.table(rows, head, caption="One GPU, float32, one sequence of 8,192 tokens")
 
 # %% [markdown]
-# Neither fits: an A100 or H100 has 80 GB, an H200 141.
+# Neither fits: an H100 has 80 GB, an H200 141.
 #
 # `````{admonition} Only if you count the weights alone: "a 70B model needs 280 GB"
 # :class: checked
@@ -201,17 +200,16 @@ show.table(rows, head, caption="One GPU, float32, one sequence of 8,192 tokens")
 # `````
 #
 # Computing in 16 bits halves the activations.
-# The states stay at 16 bytes, because AdamW then keeps a float32 copy of each weight.
+# The states stay at 16 bytes: AdamW then keeps a float32 copy of each weight.
 # *Recomputation* keeps only each layer's input, and runs the layer's forward again in backward: a third more arithmetic at most.
 # [Memory](memory.md) predicts these sizes, and counts them to the byte.
 #
-# The second limit is time.
-# For each token, forward needs one multiplication and one addition per weight: 2 operations.
-# Backward needs twice as many, for the weight's gradient and for the gradient of the layer's input: 4 more.
+# The second limit is time: 6 operations for each weight and token, 2 in forward and 4 in backward.
 # Llama 3 8B was trained on 15 trillion tokens {cite}`dubey2024llama3`.
 # One H100 does 989 trillion operations a second in 16 bits; 40 % of this is a good result.
 
-# %%
+# %% tags=["hide-input"]
+# Computes how many years one H100 would train Llama 3 8B
 seconds = 6 * 8.03e9 * 15e12 / (0.4 * 989e12)
 print("on one H100:", round(seconds / (365 * 24 * 3600)), "years")
 
@@ -222,10 +220,9 @@ print("on one H100:", round(seconds / (365 * 24 * 3600)), "years")
 #
 # ![Four ways to train one model of four layers on four ranks. Data parallelism: each rank has a quarter of the batch and all four layers; gradients are sent. ZeRO, stage 3: each rank has a quarter of the batch, and a quarter of every layer's weights, gradients and optimizer states; weights and gradients are sent. Pipeline: each rank has one layer, and the whole batch passes through all of them; activations are sent to the next rank. Tensor parallelism: each rank has the whole batch and a quarter of every layer's matrices; activations are summed in every layer.](../figures/model_parallelism_ways.svg)
 #
-# A *rank* is a process with a number; usually it has a GPU of its own.
-# On this page four ranks are real processes.
+# A *rank* is a process with a number, usually with a GPU of its own; on this page four ranks are real processes.
 # Operations that all ranks call together are *collectives*.
-# After an *all-reduce* every rank has the sum, or the mean, of the tensors of all ranks.
+# After an *all-reduce* every rank has the sum, or the mean, of all ranks' tensors.
 
 # %% tags=["hide-input"]
 # Defines `beside_one_process`: compares losses and weights with one process
@@ -298,9 +295,7 @@ def data_parallel():
 beside_one_process("data parallel", data_parallel)
 
 # %% [markdown]
-# In a ring each rank sends to the next one.
-# In an all-reduce of $S$ bytes over a ring of $N$ ranks each rank sends $2\frac{N-1}{N}S$: never more than $2S$.
-# [Collectives](collectives.md) shows why.
+# In an all-reduce of $S$ bytes over a ring of $N$ ranks each rank sends $2\frac{N-1}{N}S$, less than $2S$: [Collectives](collectives.md) shows why.
 #
 # Replicas divide the batch, and with it time and activations.
 # They do not divide the states: **the whole model must fit on one GPU**.
@@ -331,29 +326,13 @@ show.table(rows, head, caption="Predicted: Llama 3 8B on H100s, 4 million tokens
 
 
 # %% [markdown]
-# `average_and_step` sends 35 tensors one by one, after backward.
-# [Data parallelism](data_parallel.md) packs the tensors into *buckets*, which it sends during backward, as PyTorch's `DistributedDataParallel` does.
-
-# %% tags=["hide-input"]
-# Compares that lesson's module with one process, and counts its all-reduces
-def in_buckets():
-    return train(DataParallel(small_gpt(), dist.group.WORLD), local_batch)
-
-
-beside_one_process("data parallel, buckets", in_buckets)
-plain, packed = (
-    FOUR[name][0].calls for name in ("data parallel", "data parallel, buckets")
-)
-print(f"all-reduces in a step: {plain:.0f} in the plain loop, {packed:.0f} in buckets")
-assert plain == 35 and packed < 4
-
-
-# %% [markdown]
+# `average_and_step` sends 35 tensors, one by one.
+# [Data parallelism](data_parallel.md) sends them in *buckets*, during backward, as PyTorch's `DistributedDataParallel` does.
+#
 # (mp-pipeline)=
 # ## Pipeline parallelism: a cut by layers
 #
 # If the model does not fit, give each rank some of its layers: a {term}`stage`.
-# Rank 0 has the embedding and the first layer, rank 3 the last layer and the head.
 # Activations go to the next rank, and in backward their gradients come back.
 
 # %% tags=["hide-input"]
@@ -392,7 +371,7 @@ def pipeline_step(stage, micro_batches):
 # %% [markdown]
 # A batch is split into $m$ *micro-batches*.
 # With $m = 1$ this is the *naive pipeline*: at any time three ranks wait.
-# With $m = 4$ a stage begins the next micro-batch as soon as it has sent the previous one: this is GPipe {cite}`huang2019gpipe`.
+# With $m = 4$ stages work on several micro-batches at once: this is GPipe {cite}`huang2019gpipe`.
 
 # %% tags=["hide-input"]
 # Compares both pipelines with one process
@@ -420,7 +399,7 @@ beside_one_process("pipeline", in_stages, 4, device="cpu")
 #
 # The time in which a stage is idle is the *bubble*.
 # Each of the $p$ stages works in $m$ of a step's $m+p-1$ time slots, so the bubble is $\frac{p-1}{m+p-1}$ of the step.
-# The table shows the busy share, measured on stages that sleep instead of computing.
+# The table measures the busy share of stages that sleep instead of computing.
 
 # %% tags=["hide-input", "measured"]
 # Table: busy share of four stages, by the formula and measured
@@ -472,10 +451,10 @@ show.table(rows, ["micro-batches", "busy: formula (%)", "measured (%)"])
 # %% [markdown]
 # More micro-batches make the bubble smaller, but GPipe keeps the activations of all $m$ until backward.
 # {term}`1F1B <one forward, one backward>` does each backward as early as it can.
-# Its bubble is as large as GPipe's, but a stage keeps activations of at most $p$ micro-batches, not $m$ {cite}`narayanan2021megatron`.
+# Its bubble is GPipe's, but a stage keeps activations of at most $p$ micro-batches {cite}`narayanan2021megatron`.
 #
 # A rank holds about a quarter of the states, and sends the fewest bytes of all techniques here.
-# The price is the bubble; and all stages must take equally long, or the slowest delays the others.
+# The price is the bubble; and the slowest stage delays the others.
 # [Pipeline parallelism](pipeline.md) builds 1F1B and its successors.
 #
 # (mp-tensor)=
@@ -488,7 +467,7 @@ show.table(rows, ["micro-batches", "busy: formula (%)", "measured (%)"])
 #
 # $W_1$ is sharded by columns, so a rank computes some columns of $X W_1$; GELU works on each number alone.
 # $W_2$ is sharded by rows: a rank has the rows by which its columns of $\operatorname{GELU}(X W_1)$ are multiplied.
-# Each rank's product is a summand, or *partial sum*, of $Y$, as large as $Y$; one all-reduce adds up the four.
+# Each rank's product is a *partial sum*, as large as $Y$; one all-reduce adds up the four.
 
 # %% tags=["hide-input"]
 # Defines `Copy`, an all-reduce in backward, and `Sum`, an all-reduce in forward
@@ -533,6 +512,16 @@ class CutFeedForward(nn.Module):
         return Sum.apply(inner_BSf @ self.down.T)
 
 
+# %% [markdown]
+# A tensor's name ends in its axes: $B$ sequences, $S$ tokens, $H$ numbers for each token; $f$ is this rank's part of the $F$ columns of $W_1$.
+#
+# `Sum` all-reduces in forward.
+# `Copy` all-reduces in backward: every rank used all of $X$, so the gradient of $X$ is a sum over the ranks.
+#
+# Attention is sharded in the same way, by heads.
+
+# %% tags=["hide-input"]
+# Compares with one process: only feed-forward matrices sharded, then every matrix
 def tensor_parallel():
     model = small_gpt()
     for block in model.blocks:
@@ -540,16 +529,6 @@ def tensor_parallel():
     return train(model)
 
 
-# %% [markdown]
-# A tensor's name ends in its axes: $B$ sequences, $S$ tokens, $H$ numbers for each token; $f$ is this rank's part of the $F$ columns of $W_1$.
-#
-# `Sum` is the all-reduce in forward; in backward it does nothing.
-# `Copy` does nothing in forward, and all-reduces in backward: every rank used all of $X$, so the gradient of $X$ is a sum over the ranks.
-#
-# Attention is sharded in the same way, by heads.
-
-# %% tags=["hide-input"]
-# Compares with one process: only feed-forward matrices sharded, then every matrix
 def everything_cut():
     model, losses = tp.parallelize(small_gpt(), dist.group.WORLD), []
     optimizer = adamw(model.parameters())
@@ -643,30 +622,67 @@ def zero_2():
 # %% [markdown]
 # This is ZeRO's stage 2; stage 1 keeps all gradients until the next step.
 # Stage 3 shards the weights, too: it gathers a layer's weights just before they are needed, and frees them afterwards.
-# The course's `zero` module does this in one line.
 
-# %%
+# %% tags=["hide-input"]
+# Compares ZeRO-2, and the course's ZeRO-3, with one process
 def zero_3():
     model = zero.shard_module(small_gpt(), dist.group.WORLD, stage=3)
     return train(model, local_batch)
 
 
-# %% tags=["hide-input"]
-# Compares ZeRO-2 and ZeRO-3 with one process
 # CPU: ranks that share a GPU use gloo, which has no reduce-scatter of GPU tensors
 beside_one_process("ZeRO-2", zero_2, device="cpu")
 # CPU: bytes held by CPU kernels
 beside_one_process("ZeRO-3", zero_3, device="cpu")
 
+
 # %% [markdown]
-# Activations are not divided: each rank has those of its own sequences.
+# Take 7 billion parameters on 8 GPUs, with 10 GB of activations on each, in float32 and in *mixed precision*: 16-bit weights and gradients, and a float32 copy of the weights beside AdamW's means.
+
+# %%
+def hold(weights, gradients, adamw, stage, parameters=7, activations=10, gpus=8):
+    """Return what a GPU holds (GB): billions of parameters times their bytes."""
+    if stage >= 1:
+        adamw /= gpus
+    if stage >= 2:
+        gradients /= gpus
+    if stage >= 3:
+        weights /= gpus
+    held = [parameters * size for size in (weights, gradients, adamw)] + [activations]
+    return [f"{size:g}" for size in (*held, sum(held))]
+
+
+PRECISIONS = {"float32": (4, 4, 8), "mixed precision": (2, 2, 4 + 8)}
+parts = ["weights (GB)", "gradients (GB)", "AdamW (GB)", "activations (GB)"]
+for name, sizes in PRECISIONS.items():
+    table = [[stage, *hold(*sizes, stage)] for stage in range(4)]
+    caption = f"One of 8 GPUs, 7 billion parameters in {name}"
+    show.table(table, ["stage", *parts, "together (GB)"], caption)
+
+# %% tags=["hide-input"]
+# Checks both tables with `memory.estimate_states`
+for name, precision, together in (
+    ("float32", "fp32", [122, 73, 48.5, 24]),
+    ("mixed precision", "bf16", [122, 48.5, 36.25, 24]),
+):
+    for stage in range(4):
+        s = memory.estimate_states(7e9, Layout(dp=8, zero=stage), precision)
+        found = [float(size) for size in hold(*PRECISIONS[name], stage)]
+        assert [GB * x for x in found[:3]] == [s.parameters, s.gradients, s.optimizer]
+        assert found[3:] == [10, together[stage]]
+
+# %% [markdown]
+# Stages 1 and 2 take 73 and 48.5 GB in float32, 48.5 and 36.25 in mixed precision, where more of the bytes are AdamW's.
+# Activations are not divided, since each rank has those of its own sequences: stage 3 takes 24 GB, not an eighth of 122.
 #
 # Stages 1 and 2 send what data parallelism sends, because an all-reduce *is* a reduce-scatter and an all-gather.
-# Stage 3 gathers the weights once more, for backward, and so sends at most 1.5 times as much.
-# [ZeRO](zero.md) builds all stages, and shows FSDP2, PyTorch's stage 3.
+# Stage 3 gathers the weights once more, for backward: at most 1.5 times as much.
+# [ZeRO](zero.md) builds all stages, and shows PyTorch's FSDP2.
 #
 # (mp-together)=
 # ## The four techniques compared
+#
+# Each row is the same model and batch on four ranks.
 
 # %% tags=["hide-input"]
 # Table: states and traffic of four ranks, predicted and counted
@@ -682,10 +698,6 @@ cut = 16 * sum(memory.count_rank_parameters(SHAPE, Layout(tp=4)).values())
 handed = sum(tp.predict_sent_bytes(SHAPE, 4, BATCH, SHAPE.seq).values())
 PREDICTED = {  # bytes of states, bytes sent in a step
     "data parallel": (16 * P, ring * 4 * P),
-    "data parallel, buckets": (
-        16 * P + 4 * 35,
-        ring * (4 * P + 4 * 35),
-    ),  # flags: does any rank have this gradient?
     "naive pipeline": (16 * stage, 2 * stream),
     "pipeline": (16 * stage, 2 * stream),
     "tensor parallel, feed-forward alone": (16 * (P - ffn * 3 // 4), 8 * ring * stream),
@@ -712,70 +724,60 @@ head += ["sent in a step (MB): predicted", "counted", "calls"]
 show.table(rows, head, caption="The fullest of four ranks")
 
 # %% [markdown]
-# All numbers are for four ranks.
-#
-# | technique | use it when | price |
-# |---|---|---|
-# | data parallelism | the model fits | 16 bytes per parameter on every GPU |
-# | ZeRO-1, 2 | the model nearly fits: 10 or 7 bytes per parameter | stage 2 sends gradients after each micro-batch |
-# | ZeRO-3 | states do not fit: 4 bytes per parameter | sends up to 1.5 times the bytes, in many more calls |
-# | recomputation | activations do not fit | a third more arithmetic at most |
-# | tensor parallelism | a layer is too large, or there are fewer sequences than GPUs | sends 14 times a pipeline's bytes; computation waits for most of them |
-# | pipeline | the model must span nodes | idle 43 % of the time with as many micro-batches as stages |
-
-# %% tags=["hide-input"]
-# Checks the table against the numbers of this page
-assert [round(HELD[f"ZeRO-{z}"] / P) for z in (2, 3)] == [7, 4]
-assert memory.estimate_states(4, Layout(dp=4, zero=1), "fp32").total == 4 * 10
-assert (
-    round(SENT["tensor parallel"] / SENT["pipeline"]) == 14 and round(100 * 3 / 7) == 43
-)
-assert CALLS["ZeRO-3"] > 3 * CALLS["ZeRO-2"] and (
-    CALLS["data parallel"],
-    CALLS["ZeRO-2"],
-) == (35, 2)
-print("all numbers of the table are those of this page")
-
-# %% [markdown]
 # (mp-choose)=
 # ## How to choose
 #
-# Go down the chart and take the first technique with which the job fits into memory.
+# Take the first technique of the chart with which the job fits into memory.
 # Techniques 1 to 5 change no line of the model, 6 needs fast links, 7 needs a schedule; 8 is the slow last resort.
 #
 # ![A flow chart with a box for each technique. Each box asks: can the batch be divided, and does the fullest rank fit into its memory? Yes: train. No: the next box. After the last: more GPUs, or larger ones. The boxes: 1, data parallel: every GPU has a full replica of the model; 2, ZeRO-1: optimizer states sharded over the replicas; 3, ZeRO-2: gradients sharded, too; 4, ZeRO-3: weights sharded, too, if the link is fast enough; 5, recompute: layers keep only their inputs; ZeRO as before; 6, tensor in the node: matrices sharded over 2, 4, … GPUs of a node; 7, pipeline across nodes: layers split into stages on several nodes; 8, the host's memory: optimizer, or all states, on the host: slowest.](../figures/model_parallelism_choose.svg)
 #
-# A *layout* describes how a job is divided.
-# The course's planner predicts each layout's memory and step time, and `choose_by_chart` follows the chart.
+# A *layout* describes how a job is divided; $d$ is the number of replicas.
+# The course's planner follows the chart:
 
-# %%
+# %% tags=["hide-input"]
+# Chooses a layout by the chart, for three models on 64 H100s
 for name in ("gpt-2", "llama-3-8b", "llama-3-70b"):
     found = strategy.plan(PRESETS[name], strategy.MACHINES["h100"], gpus=64, batch=512)
     print(name, "on 64 H100s:", strategy.choose_by_chart(found).layout)
 
-
 # %% [markdown]
-# Here $d$ is the number of replicas.
-# A later technique of the chart may be faster; [Strategy](strategy.md) predicts by how much.
+# A later technique may be faster; [Strategy](strategy.md) predicts by how much.
 #
-# Large jobs, such as [GPT-3 on 64 GPUs](../book/gpt3_on_64_gpus.md), combine techniques: tensor parallelism inside each node, a pipeline across nodes, and several replicas of that pipeline, which shard their optimizer states by ZeRO-1.
+# Large jobs, such as [GPT-3 on 64 GPUs](../book/gpt3_on_64_gpus.md), combine tensor parallelism inside each node, a pipeline across nodes, and ZeRO-1 across replicas.
 #
 # ![Two jobs on four nodes of four GPUs. A large model: two replicas, each with half of the batch. A replica is a pipeline of two nodes, with layers 1 and 2 on the first and 3 and 4 on the second; inside a node each GPU has a quarter of every matrix. A small model and much data: every GPU has all layers, and a sixteenth of the batch for itself.](../figures/model_parallelism_stacks.svg)
 #
 # (mp-deepspeed)=
 # ## DeepSpeed in practice
 #
-# DeepSpeed, a production engine, takes a model and a dictionary of settings {cite}`rasley2020deepspeed`.
-# [Its lesson](deepspeed_engine.md) explains the settings.
+# DeepSpeed is a production engine {cite}`rasley2020deepspeed`.
+# Its configuration is JSON, or a dictionary:
 
-# %% tags=["hide-input"]
-# Trains with DeepSpeed on two ranks, and compares with one process
-def by_deepspeed(stage):
-    settings = de.build_config(Layout(dp=2, zero=stage, micro_batch=4))
-    engine = de.initialize(small_gpt(), settings)
+# %%
+import json
+
+settings = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 0.0,  # left out, DeepSpeed 0.19.8 clips at 1.0
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "zero_optimization": {"stage": 3},
+}
+print(json.dumps(settings, indent=2))
+
+# %% [markdown]
+# `initialize` wraps the model in an *engine*, which averages gradients, and zeroes them after a step.
+
+# %%
+deepspeed = de.import_deepspeed()  # `import deepspeed`, without its output
+
+
+def by_deepspeed(settings):
+    engine, *_ = deepspeed.initialize(model=small_gpt(), config=settings)
     losses = []
     for step in range(STEPS):
-        tokens, targets = local_batch(step)
+        tokens, targets = local_batch(step)  # four of the eight sequences
         value = loss(engine(tokens), targets)
         engine.backward(value)
         engine.step()
@@ -783,10 +785,12 @@ def by_deepspeed(stage):
     return losses, de.gather_weights(engine)
 
 
-de.import_deepspeed()  # imports DeepSpeed once, before any rank starts
+# %% tags=["hide-input"]
+# Trains with DeepSpeed on two ranks, and compares with one process
 for stage in (2, 3):
+    of_stage = {**settings, "zero_optimization": {"stage": stage}}
     # CPU: its losses are compared with those of CPU ranks
-    found = ranks.run(by_deepspeed, 2, stage, device="cpu")
+    found = ranks.run(by_deepspeed, 2, of_stage, device="cpu")
     means = torch.tensor([losses for losses, _ in found]).mean(0).tolist()
     in_losses = max(abs(a - b) for a, b in zip(means, ONE.losses, strict=True))
     names = [name for name, _ in GPT(SHAPE).named_parameters()]
@@ -799,14 +803,16 @@ for stage in (2, 3):
     )
 
 # %% [markdown]
+# [Its lesson](deepspeed_engine.md) explains the settings line by line.
+#
 # (mp-more)=
 # ## Sequence, context and expert parallelism
 #
 # ![Six things that can be divided over four ranks. Activations are a block of sequences, tokens and width: data parallelism divides the sequences of the batch, context parallelism the tokens of each sequence, tensor parallelism the width of each layer. A pipeline divides the layers, ZeRO the states of every layer, and expert parallelism the experts, to which a router sends each token.](../figures/model_parallelism_cuts.svg)
 #
-# Tensor parallelism leaves some activations whole on every rank; [**sequence parallelism**](sequence_parallel.md) shards them by tokens, and sends no more bytes.
-# [**Context parallelism**](context_parallel.md) shards the tokens in all layers, for sequences too long for one GPU; ranks then send each other attention's keys and values.
-# [**Experts**](experts.md) are many feed-forward networks in one layer, on different ranks; a router picks a few for each token {cite}`deepseek2024v3`.
+# [**Sequence parallelism**](sequence_parallel.md) shards the activations that tensor parallelism leaves whole.
+# [**Context parallelism**](context_parallel.md) shards the tokens of sequences too long for one GPU.
+# [**Experts**](experts.md) are feed-forward networks on different ranks; a router picks a few for each token {cite}`deepseek2024v3`.
 #
 # ## What goes wrong, and how it looks
 #
@@ -1101,7 +1107,7 @@ check(layout, "my_layout")
 #
 # ## Further reading
 #
-# - [Questions: the map](../book/questions_map.md): questions that you can answer now without running code.
-# - {cite:t}`shoeybi2019megatron`, {cite:t}`huang2019gpipe` and {cite:t}`rajbhandari2020zero`: where tensor parallelism, micro-batches and ZeRO come from.
+# - [Questions: the map](../book/questions_map.md).
+# - {cite:t}`shoeybi2019megatron`, {cite:t}`huang2019gpipe` and {cite:t}`rajbhandari2020zero`: tensor parallelism, micro-batches and ZeRO.
 # - {cite:t}`narayanan2021megatron`: data, pipeline and tensor parallelism together, on up to 3,072 GPUs.
 # - {cite:t}`dubey2024llama3`, section 3.3: how Llama 3 405B was laid out, and what went wrong.

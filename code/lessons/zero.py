@@ -684,7 +684,9 @@ show.table(
 # The cell counts what forward saves for backward, in stages 0 and 3.
 # `````
 #
-# ![Bytes on each of 8 ranks for 7 billion parameters: stage 0 has 122 GB, stage 1 48.5 GB, stage 2 36.25 GB, stage 3 24 GB. In each stage 10 GB are activations, so stage 3 stays above an eighth of 122 GB, which is 15.25 GB.](../figures/zero_memory.svg)
+# The picture is for mixed precision; in float32 [stages 1 and 2](model_parallelism.md#zero-copies-that-divide-their-states) hold 73 and 48.5 GB.
+#
+# ![Bytes on each of 8 ranks for 7 billion parameters in mixed precision: stage 0 has 122 GB, stage 1 48.5 GB, stage 2 36.25 GB, stage 3 24 GB. In each stage 10 GB are activations, so stage 3 stays above an eighth of 122 GB, which is 15.25 GB.](../figures/zero_memory.svg)
 
 # %%
 def measure_activations(stage):

@@ -640,7 +640,7 @@ beside_one_process("ZeRO-3", zero_3, device="cpu")
 # Take 7 billion parameters on 8 GPUs, with 10 GB of activations on each, in float32 and in *mixed precision*: 16-bit weights and gradients, and a float32 copy of the weights beside AdamW's means.
 
 # %%
-def hold(weights, gradients, adamw, stage, parameters=7, activations=10, gpus=8):
+def sum_memory(weights, gradients, adamw, stage, parameters=7, activations=10, gpus=8):
     """Return what a GPU holds (GB): billions of parameters times their bytes."""
     if stage >= 1:
         adamw /= gpus
@@ -652,10 +652,11 @@ def hold(weights, gradients, adamw, stage, parameters=7, activations=10, gpus=8)
     return [f"{size:g}" for size in (*held, sum(held))]
 
 
+# Bytes of a parameter: weight, gradient, AdamW
 PRECISIONS = {"float32": (4, 4, 8), "mixed precision": (2, 2, 4 + 8)}
 parts = ["weights (GB)", "gradients (GB)", "AdamW (GB)", "activations (GB)"]
 for name, sizes in PRECISIONS.items():
-    table = [[stage, *hold(*sizes, stage)] for stage in range(4)]
+    table = [[stage, *sum_memory(*sizes, stage)] for stage in range(4)]
     caption = f"One of 8 GPUs, 7 billion parameters in {name}"
     show.table(table, ["stage", *parts, "together (GB)"], caption)
 
@@ -667,7 +668,7 @@ for name, precision, together in (
 ):
     for stage in range(4):
         s = memory.estimate_states(7e9, Layout(dp=8, zero=stage), precision)
-        found = [float(size) for size in hold(*PRECISIONS[name], stage)]
+        found = [float(size) for size in sum_memory(*PRECISIONS[name], stage)]
         assert [GB * x for x in found[:3]] == [s.parameters, s.gradients, s.optimizer]
         assert found[3:] == [10, together[stage]]
 

@@ -653,18 +653,20 @@ def sum_memory(weights, gradients, adamw, stage, parameters=7, activations=10, g
 
 
 # Bytes of a parameter: weight, gradient, AdamW
-PRECISIONS = {"float32": (4, 4, 8), "mixed precision": (2, 2, 4 + 8)}
-parts = ["weights (GB)", "gradients (GB)", "AdamW (GB)", "activations (GB)"]
-for name, sizes in PRECISIONS.items():
-    table = [[stage, *sum_memory(*sizes, stage)] for stage in range(4)]
-    caption = f"One of 8 GPUs, 7 billion parameters in {name}"
-    show.table(table, ["stage", *parts, "together (GB)"], caption)
+PRECISIONS = {"float32": (4, 4, 8), "mixed": (2, 2, 4 + 8)}
+table = [
+    [name, stage, *sum_memory(*sizes, stage)]
+    for name, sizes in PRECISIONS.items()
+    for stage in range(4)
+]
+parts = "weights (GB)", "gradients (GB)", "AdamW (GB)", "activations (GB)"
+show.table(table, ["precision", "stage", *parts, "together (GB)"])
 
 # %% tags=["hide-input"]
-# Checks both tables with `memory.estimate_states`
+# Checks the table with the formulas of the course's memory module
 for name, precision, together in (
     ("float32", "fp32", [122, 73, 48.5, 24]),
-    ("mixed precision", "bf16", [122, 48.5, 36.25, 24]),
+    ("mixed", "bf16", [122, 48.5, 36.25, 24]),
 ):
     for stage in range(4):
         s = memory.estimate_states(7e9, Layout(dp=8, zero=stage), precision)

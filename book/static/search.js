@@ -1,62 +1,72 @@
-// Finds sections: every word of the query, or of a phrase that means the same, as whole words.
+// Finds sections: by the words of the query, or by phrases that mean the same, as whole words.
 "use strict";
 {
   const { entries, same, taught } = window.SECTIONS;
   const stem = (word) =>
-    word.length > 4 ? word.replace(/ies$/, "y").replace(/(?<=[^s])s$/, "").replace(/(?<=...)(ing|ed)$/, "").replace(/e$/, "") : word.replace(/(?<=..[^s])s$/, "");
+    word.length > 4 ? word.replace(/ies$/, "y").replace(/(?<=[^s])s$/, "").replace(/(?<=...)(ing|ed)$/, "").replace(/(?<=...[st])ion$/, "").replace(/e$/, "") : word.replace(/(?<=..[^s])s$/, "");
   // "all-reduce" is a word, and so are its parts.
   const wordsOf = (text) => (text.toLowerCase().match(/[\p{L}\p{N}_]+/gu) ?? []).map(stem);
   const plain = (text) => ` ${wordsOf(text).join(" ")} `;
+  // Words of a question that say nothing of its subject.
+  const common = new Set(wordsOf(`a about after all an and any are as at be been before between but by can could did difference do does enough even for from get gets
+    getting give go good got had has have help how i if in instead into is it its just like make makes many me mean means more most much my
+    need needs no normal not of on one only or other our out over please problem question same should significantly so some still than that
+    the their them then there these they this to too try trying understand up use used using versus very vs want was we were what when where
+    which while who why will with work works would you your`));
+  // Pages that name much and explain little, and exercises, come after the pages that explain.
+  const weightOf = (address) => (/^book\/(path|index|teaching|project|references)/.test(address) ? 0.4 : /^book\/(questions|gpt3)_/.test(address) ? 0.6 : 1);
 
-  const index = entries.map(([page, title, address, prose]) => ({
-    page, title, address, prose,
-    inTitle: plain(title), inPage: plain(page), inProse: plain(prose ?? ""),
-    name: plain(title.split(":")[0]), weight: prose === null ? 0.001 : address.includes("questions_") ? 0.6 : 1,
-  }));
-  const common = new Set(wordsOf("a an and are as at be by do does how i if in is it many my of on or the to what when which why with"));
+  const index = entries.map(([page, title, address, prose]) => {
+    const names = [title, ...(taught[address] ?? [])];
+    return {
+      page, title, address, prose, names: [title.split(":")[0], ...names].map(plain),
+      inTitle: plain(names.join(" ")), inPage: plain(page), inProse: plain(prose ?? ""), weight: prose === null ? 0.001 : weightOf(address),
+    };
+  });
+  const usual = entries.reduce((sum, [, , , prose]) => sum + (prose ?? "").length, 0) / entries.filter(([, , , prose]) => prose).length;
   const times = (text, piece) => text.split(piece).length - 1;
 
-  // How well an entry fits some words: rare ones and titles count more. Where one is missing: 0, or
-  // with `some` as much as the others are worth.
-  const fit = (entry, words, rarity, some) => {
-    let sum = 0;
-    for (const word of words) {
-      const piece = ` ${word} `;
-      const found = 8 * times(entry.inTitle, piece) + 3 * times(entry.inPage, piece) + Math.min(4, times(entry.inProse, piece));
-      if (!found && !some) return 0;
-      sum += found * rarity.get(word);
+  // How much of an entry is about a phrase, from 0 to 1: its title counts most, and a long section has more words by chance.
+  const fit = (entry, phrase) => {
+    const inProse = times(entry.inProse, phrase) / (0.5 + (0.5 * (entry.prose ?? "").length) / usual);
+    const found = 12 * times(entry.inTitle, phrase) + 4 * times(entry.inPage, phrase) + inProse;
+    return found / (found + 12);
+  };
+  const rarity = (phrase) => Math.log(1 + index.length / (1 + index.filter(({ inTitle, inProse }) => (inTitle + inProse).includes(phrase)).length));
+
+  // What is asked for: each a phrase, and others that mean the same.
+  const groups = same.map((group) => group.map(plain));
+  const longest = groups.flat().sort((a, b) => b.length - a.length);
+  const conceptsOf = (query) => {
+    let rest = plain(query);
+    const concepts = [];
+    for (const own of longest) {
+      if (!rest.includes(own)) continue;
+      rest = rest.replaceAll(own, " | ");
+      concepts.push([own, ...groups.filter((group) => group.includes(own)).flat().filter((other) => other !== own)]);
     }
-    const phrase = ` ${words.join(" ")} `;
-    if (words.length > 1) sum *= 1 + 2 * entry.inTitle.includes(phrase) + entry.inProse.includes(phrase);
-    if (entry.name === phrase) sum *= 4;
-    return sum * entry.weight;
+    const words = [...new Set(rest.match(/[^ |]+/g))];
+    const rare = words.filter((word) => !common.has(word) && !/^\d+$/.test(word));
+    return [...concepts, ...(concepts.length || rare.length ? rare : words).map((word) => [` ${word} `])];
   };
 
-  const search = (query, some = false) => {
-    const asked = plain(query);
-    const phrases = [[query, 1]];
-    for (const group of same) {
-      const said = group.filter((phrase) => asked.includes(plain(phrase)));
-      const own = said.sort((a, b) => b.length - a.length)[0];
-      for (const other of own ? group : []) {
-        phrases.push([asked.replace(plain(own), plain(other)), 0.6]);
+  const search = (query) => {
+    const concepts = conceptsOf(query).map((phrases) => ({ phrases, rarity: rarity(phrases[0]) }));
+    const total = concepts.reduce((sum, { rarity }) => sum + rarity, 0);
+    const asked = [plain(query), plain(wordsOf(query).filter((word) => !common.has(word)).join(" "))];
+    const found = [];
+    for (const entry of index) {
+      let score = 0, covered = 0;
+      for (const { phrases, rarity } of concepts) {
+        const best = Math.max(...phrases.map((phrase, at) => (at ? 0.7 : 1) * fit(entry, phrase)));
+        score += rarity * best;
+        if (best) covered += rarity;
       }
+      if (!score) continue;
+      score *= (covered / total) * entry.weight * (asked.some((words) => entry.names.includes(words)) ? 4 : 1);
+      found.push({ entry, score, words: concepts.flatMap(({ phrases }) => phrases) });
     }
-    const best = new Map();
-    for (const [phrase, weight] of phrases) {
-      const all = [...new Set(wordsOf(phrase))];
-      const words = all.some((word) => !common.has(word)) ? all.filter((word) => !common.has(word)) : all;
-      const rarity = new Map(words.map((word) => {
-        const holding = index.filter((e) => e.inProse.includes(` ${word} `)).length;
-        return [word, Math.log(1 + index.length / (1 + holding))];
-      }));
-      for (const entry of words.length ? index : []) {
-        const score = weight * fit(entry, words, rarity, some);
-        if (score > (best.get(entry)?.score ?? 0)) best.set(entry, { entry, score, words });
-      }
-    }
-    if (!best.size && !some) return search(query, true);
-    return [...best.values()].sort((a, b) => b.score - a.score);
+    return found.sort((a, b) => b.score - a.score);
   };
 
   const add = (parent, tag, text, more) => parent.appendChild(Object.assign(document.createElement(tag), { textContent: text, ...more }));
@@ -65,19 +75,12 @@
     add(item, "a", entry.title, { href: entry.address });
     add(item, "span", entry.prose === null ? ` in ${entry.page}` : entry.page === entry.title ? "" : ` — ${entry.page}`, { className: "search-page" });
     const pieces = entry.prose?.split(/(?<=[.:;?!])\s+/) ?? [];
-    const sentence = pieces.find((piece) => words.some((word) => plain(piece).includes(` ${word} `))) ?? pieces[0];
+    const sentence = pieces.find((piece) => words.some((phrase) => plain(piece).includes(phrase))) ?? pieces[0];
     if (sentence) add(item, "p", sentence.length > 220 ? sentence.slice(0, 220) + "…" : sentence);
   };
 
-  // The sections that a phrase leads to which is all of the query.
-  const first = (query) => Object.entries(taught)
-    .filter(([, phrases]) => phrases.some((phrase) => plain(phrase) === plain(query)))
-    .map(([address]) => ({ entry: index.find((e) => e.address === address), words: wordsOf(query) }));
-
   const query = new URLSearchParams(location.search).get("q")?.trim() ?? "";
-  const led = first(query);
-  const others = query ? search(query).filter((one) => !led.some(({ entry }) => entry === one.entry)) : [];
-  const found = [...led, ...others].slice(0, 40);
+  const found = query ? search(query).slice(0, 40) : [];
   for (const box of document.querySelectorAll("input[name=q]")) box.value = query;
   for (const one of found) show(one, document.querySelector("#search-results"));
   if (query) {

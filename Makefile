@@ -8,7 +8,7 @@ SITE := _build/html
 # For `make gpu`: another Python, with a PyTorch with CUDA of its own, is taken as it is.
 PYTHON_GPU ?= $(BIN)/python
 
-# Exists when the environment is complete and agrees with the two files it is made from.
+# Exists when the environment is complete and agrees with the files it is made from.
 INSTALLED := $(VENV)/.installed
 # Exists when the last build ended well; book/_ext/build.py writes it.
 BUILT := _build/.built
@@ -33,12 +33,12 @@ setup: $(INSTALLED) ## make or update the environment in .venv (the other target
 # The mark .unfinished tells the next run that this one was cut short: what pip left half-installed
 # looks installed to pip, so that run starts over. DeepSpeed comes as source: DS_BUILD_OPS=0 keeps its
 # installation free of compilers. The settings file makes JupyterLab open .md lessons as notebooks.
-$(INSTALLED): requirements.txt pyproject.toml
+$(INSTALLED): requirements.txt constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import os, sys; sys.exit(sys.version_info < (3, 11) or not hasattr(os, "waitid"))' 2>/dev/null || { \
 	  echo "This course needs Python 3.11 or later (3.13 on macOS), and '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo 'not there')."; \
 	  echo "Say which one to take: make book PYTHON=/path/to/python3.11"; \
 	  exit 1; }
-	@echo "Setting up $(VENV): once, and again when requirements.txt or pyproject.toml change."
+	@echo "Setting up $(VENV): once, and again when requirements.txt, constraints.txt or pyproject.toml change."
 	@rm -f $@
 	@if [ -e $(VENV)/.unfinished ]; then rm -rf $(VENV); fi
 	@mkdir -p $(VENV) && touch $(VENV)/.unfinished

@@ -4,11 +4,15 @@ import ast
 import json
 import re
 import shutil
+import tomllib
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
 import yaml
 from forked import run_figure_script
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from shardcourse.build import index
 
@@ -30,12 +34,36 @@ def test_a_script_draws_the_pictures_that_are_kept(topic: str, tmp_path: Path) -
     assert {path.name for path in tmp_path.glob("*.svg")} == kept
 
 
-def test_requirements_are_exact() -> None:
-    lines = (ROOT / "requirements.txt").read_text("utf-8").splitlines()
-    lines = [line.partition(" #")[0].strip() for line in lines if not line.startswith("#")]
-    loose = [n for n in lines if n and not re.fullmatch(r"[\w.-]+(\[[\w,-]+\])?==[\w.]+( ;.*)?", n)]
-    assert lines and not loose
-    assert "torch==2.13.0" in lines
+def test_constraints_pin_every_package_that_requirements_need() -> None:
+    """constraints.txt has one version of each; the package's own dependencies are among them."""
+    text = (ROOT / "constraints.txt").read_text("utf-8")
+    lines = [line.partition(" #")[0].strip() for line in text.splitlines() if line[0] != "#"]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)
+    pinned = {canonicalize_name(line.partition("==")[0]) for line in lines}
+    text = (ROOT / "requirements.txt").read_text("utf-8")
+    assert "\n-c constraints.txt\n" in text
+    todo = [Requirement(line) for line in text.splitlines() if re.match(r"\w", line)]
+    needed: dict[str, set[str]] = {}  # by package: the extras that somebody wants
+    free = (
+        set()
+    )  # packages that somebody wants without naming one version, as torch does for CUDA's
+    while todo:
+        one = todo.pop()
+        name = canonicalize_name(one.name)
+        if not any(each.operator == "==" for each in one.specifier):
+            free.add(name)
+        if name in needed and one.extras <= needed[name]:
+            continue
+        wanted = needed.setdefault(name, set())
+        wanted |= one.extras
+        for line in requires(name) or []:
+            other = Requirement(line)
+            marker = other.marker
+            if not marker or any(marker.evaluate({"extra": x}) for x in ("", *wanted)):
+                todo.append(other)
+    assert free <= pinned <= set(needed)
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert {canonicalize_name(Requirement(line).name) for line in package["dependencies"]} <= pinned
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob(".github/workflows/*.yml")), ids=lambda p: p.stem)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from commands import without_jupyter
+from jupytext.cli import jupytext
 from throwaway import Book
 
 from shardcourse import build
@@ -55,6 +60,22 @@ def test_scripts_run_without_jupyter(root, tmp_path, request):
     with ThreadPoolExecutor(2) as pool:
         for topic, done in zip(topics, pool.map(run_script, topics), strict=True):
             assert done.returncode == 0, topic + done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("newer", ["lessons", "code/lessons"])
+def test_jupytext_finds_every_pair_in_step(root, tmp_path, monkeypatch, newer):
+    """Whichever file of a pair a clone has written last, jupytext --sync changes none."""
+    folders = "lessons", "code/lessons"
+    for folder in folders:
+        shutil.copytree(root / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.ipynb"))
+    shutil.copy(root / "jupytext.toml", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    before = {path: path.read_bytes() for folder in folders for path in Path(folder).glob("*.*")}
+    for path in before:
+        age = 0 if path.parent == Path(newer) else 60
+        os.utime(path, (time.time() - age,) * 2)
+    jupytext(["--quiet", "--sync", *map(str, Path("lessons").glob("*.md"))])
+    assert [str(path) for path, text in before.items() if path.read_bytes() != text] == []
 
 
 def test_pairs_go_one_way(tmp_path, monkeypatch, capsys):

@@ -2,7 +2,6 @@
 # jupyter:
 #   jupytext:
 #     default_lexer: ipython3
-#     notebook_metadata_filter: myst,mystnb,title,-jupytext.text_representation.jupytext_version
 #     text_representation:
 #       extension: .py
 #       format_name: percent
@@ -104,7 +103,6 @@ def train_alone(steps):
         optimizer.step()
     seconds = (count.read_clock(ranks.device()) - begin) / steps
     return seconds, measure_drift(model, dist.group.WORLD)
-
 
 
 # %% tags=["hide-input", "measured"]
@@ -1003,7 +1001,6 @@ def count_seen(sampler, set_epoch, epoch, N=4, windows=1000):
     return orders
 
 
-
 # %% [markdown]
 # ```{predict}
 # :row: no DistributedSampler
@@ -1114,7 +1111,6 @@ def drift_with_hook(right):
     return found
 
 
-
 # %% tags=["hide-input"]
 # Table: drift after each step, with the right hook and with the wrong one
 right, wrong = (ranks.run(drift_with_hook, 2, which)[0] for which in (True, False))
@@ -1152,7 +1148,6 @@ def short_batch(joined):
     got = torch.cat([p.grad.flatten() for p in model.parameters()])
     want = torch.cat([p.grad.flatten() for p in plain.parameters()])
     return ((got - want).norm() / want.norm()).item()
-
 
 
 # %% tags=["hide-input"]
@@ -1204,7 +1199,6 @@ def measure_traffic(forget):
                 with model.no_sync():
                     (loss(model(tokens), targets) / 4).backward()
     return sent.collectives["all_reduce"][1]
-
 
 
 # %% tags=["hide-input"]
@@ -1260,7 +1254,6 @@ def drift_with(wrap):
     return measure_drift(model, dist.group.WORLD)
 
 
-
 # %% tags=["hide-input"]
 # Drift after three steps that call model.module: torch's wrapper and ours
 torchs = ranks.run(drift_with, 2, DistributedDataParallel)[0]
@@ -1287,7 +1280,6 @@ def skips_one():
     tokens, targets = local_batch(0)
     loss(model(tokens), targets).backward()
     average_in_buckets(buckets[:-1] if dist.get_rank() == 1 else buckets)
-
 
 
 # %% tags=["hide-input"]
@@ -1319,7 +1311,6 @@ def different_models():
     except ValueError as error:
         print(error)
         return "refused"
-
 
 
 # %% tags=["hide-input"]

@@ -2,7 +2,6 @@
 # jupyter:
 #   jupytext:
 #     default_lexer: ipython3
-#     notebook_metadata_filter: myst,mystnb,title,-jupytext.text_representation.jupytext_version
 #     text_representation:
 #       extension: .py
 #       format_name: percent
@@ -736,15 +735,8 @@ print("the second start made", len(rest), "more steps")
 # | 13, 14, 15 | rank 0 prints and writes, the others wait | output, files and their names, with slow saves |
 # | 16, 17 | `fully_shard`; full weights in the files | units; names and shapes in the files |
 #
-# This is a Slurm batch file for one GPU, with the changes for four as comments; for two nodes see [Clusters](cluster.md).
-#
-# ```bash
-# #!/bin/bash
-# #SBATCH --gpus-per-node=1        # then 4
-# #SBATCH --cpus-per-task=4        # then 16
-# #SBATCH --time=00:10:00
-# srun python my_train.py          # then: srun torchrun --nproc-per-node=4 my_train.py
-# ```
+# Under Slurm, `sbatch one.sbatch my_train.py` runs it on one GPU with {download}`one.sbatch <../code/shardtools/cluster/jobs/one.sbatch>`.
+# For four GPUs change its `--gpus=1` to 4 and its `--cpus-per-task=4` to 16, and its `python` to `torchrun --standalone --nproc-per-node=4`; [Clusters](cluster.md#one-gpu-a-batch-script) explains the file, and has files for two nodes.
 
 # %%
 answer = ...  # "my_train.py"

@@ -2,7 +2,6 @@
 # jupyter:
 #   jupytext:
 #     default_lexer: ipython3
-#     notebook_metadata_filter: myst,mystnb,title,-jupytext.text_representation.jupytext_version
 #     text_representation:
 #       extension: .py
 #       format_name: percent

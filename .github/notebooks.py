@@ -2,30 +2,26 @@
 
     python .github/notebooks.py FOLDER REPOSITORY
 
-Each notebook gets a first cell that fetches the course's code, and pictures addressed so that they
-show without it. REPOSITORY is the address that readers clone.
+Each notebook begins with a line that installs the course's package and what the lesson imports
+beside it; pictures are addressed so that they show without the course's folder. REPOSITORY is the
+address that readers clone.
 """
 
 import sys
 from pathlib import Path
 
 import nbformat
-from nbformat.v4 import new_code_cell, new_markdown_cell
+from nbformat.v4 import new_code_cell
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "code"))
 
 from shardcourse.build import list_lessons  # noqa: E402
-from shardcourse.build.notebook_export import export_notebook, make_notebook  # noqa: E402
-
-FETCH = """\
-import os, subprocess, sys
-
-if not os.path.isdir("/content/course"):
-    clone = ["git", "clone", "-q", "--depth", "1", "{repository}", "/content/course"]
-    subprocess.run(clone, check=True)
-os.chdir("/content/course/lessons")
-sys.path.insert(0, "/content/course/code")"""
+from shardcourse.build.notebook_export import (  # noqa: E402
+    export_notebook,
+    format_install,
+    make_notebook,
+)
 
 
 def notebook(topic: str, repository: str) -> nbformat.NotebookNode:
@@ -33,9 +29,9 @@ def notebook(topic: str, repository: str) -> nbformat.NotebookNode:
     book = export_notebook(
         topic, ROOT, picture=lambda path: f"{repository}/raw/main/{path.removeprefix('../')}"
     )
-    words = "This notebook is made from a lesson. The next cell fetches the course's code."
-    fetch = new_code_cell(FETCH.format(repository=repository))
-    return make_notebook([new_markdown_cell(words), fetch, *book.cells])
+    code = "\n".join(cell.source for cell in book.cells if cell.cell_type == "code")
+    install = format_install(code, f"shardlab{{}} @ git+{repository}")
+    return make_notebook([new_code_cell(f"!{install}"), *book.cells])
 
 
 def main(folder: str, repository: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import sys
 import tomllib
 from pathlib import Path
@@ -236,6 +237,23 @@ def test_what_lessons_import_is_declared(root):
     for path in (root / "code").rglob("*.py"):
         build = root / "code/shardcourse/build" in path.parents
         assert list_imports(path) <= allowed | (record_packages if build else set()), path
+
+
+@pytest.mark.parametrize(
+    ("topic", "extras"),
+    [
+        ("model_parallelism", "[deepspeed]"),  # shardlab.deepspeed_engine imports it
+        ("memory", "[deepspeed]"),  # shardtools.hub imports transformers
+        ("tensor_types", "[spmd_types]"),  # which the lesson imports; it only speaks of DeepSpeed
+        ("trainers", "[deepspeed,lightning]"),
+        ("strategy", ""),
+    ],
+)
+def test_a_notebook_for_colab_begins_by_installing_what_it_imports(root, topic, extras):
+    made = runpy.run_path(str(root / ".github/notebooks.py"))["notebook"](topic, "https://g.it/a/b")
+    before = "DS_BUILD_OPS=0 " if "deepspeed" in extras else ""
+    line = f'!{before}pip install "shardlab{extras} @ git+https://g.it/a/b"'
+    assert (made.cells[0].cell_type, made.cells[0].source) == ("code", line)
 
 
 def test_no_page_reads_what_only_the_course_has(root):

@@ -9,8 +9,10 @@ a folded cell, which says what the cell holds.
 
 from __future__ import annotations
 
+import ast
 import base64
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from html import escape
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardlab import __version__
+from shardlab.common import show
 
 from . import quizzes
 from .kernel import KERNELSPEC
@@ -317,10 +320,48 @@ def convert_cells(book: NotebookNode, writer: MarkdownWriter) -> list[tuple[str,
 
 
 def list_extras(code: str) -> str:
-    """Return the extras of the package that a page's code needs: "[deepspeed,lightning]", or ""."""
-    code = code.replace("transformers", "deepspeed")  # a dependency of deepspeed
-    wanted = ",".join(name for name in ("deepspeed", "lightning", "spmd_types") if name in code)
-    return f"[{wanted}]" if wanted else ""
+    """Return the extras of the package that a page's code needs: "[deepspeed,lightning]", or "".
+
+    A page needs the packages that it imports, and those that the course's modules import which the
+    page imports itself.
+    """
+    names = set(_find_imports(code))
+    for path in {path for name in names for path in _find_module_files(name)}:
+        names.update(_find_imports(path.read_text("utf-8")))
+    tops = {name.partition(".")[0].replace("_", "-") for name in names}
+    project = tomllib.loads((show.ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"].items()
+    wanted = [extra for extra, packages in extras if tops & {p.replace("_", "-") for p in packages}]
+    return f"[{','.join(wanted)}]" if wanted else ""
+
+
+def _find_imports(code: str) -> Iterator[str]:
+    """Yield the names that code imports, as package.module.name; not those of relative imports."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _find_module_files(name: str) -> list[Path]:
+    """Return the files of the course's module that an imported name is, or is in; [] for others."""
+    path = show.ROOT / "code" / name.replace(".", "/")
+    for folder in (path, path.parent):
+        if folder.parent == show.ROOT / "code":  # a whole package
+            break
+        if folder.is_dir():
+            return sorted(folder.rglob("*.py"))
+        if (file := folder.with_suffix(".py")).is_file():
+            return [file]
+    return []
+
+
+def format_install(code: str, source: str) -> str:
+    """Return the command that installs the package for a page's code; source: has {} for extras."""
+    extras = list_extras(code)
+    before = "DS_BUILD_OPS=0 " if "deepspeed" in extras else ""  # compiles nothing
+    return f'{before}pip install "{source.format(extras)}"'
 
 
 def make_notebook(cells: list[NotebookNode]) -> NotebookNode:

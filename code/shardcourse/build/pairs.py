@@ -19,13 +19,13 @@ from shardtools import options
 
 from . import find_course_root, index, list_lessons
 from .key import load_notebook
-from .notebook_export import list_extras
+from .notebook_export import format_install
 
 SCRIPTS_FOLDER = Path("code/lessons")
 TAKE_HOME, TAKEN = Path("code/shardlab/train/take_home.py"), Path("code/train.py")
 _NEEDS = """\
 *As a script: `python {topic}.py` runs it, without Jupyter or a GPU, where the course's package is \
-installed: `{before}pip install "/path/to/the/course{extras}"`.*"""
+installed: `{install}`.*"""
 
 
 def make_script(topic: str, root: Path, alone: bool = False) -> str:
@@ -41,10 +41,8 @@ def make_script(topic: str, root: Path, alone: bool = False) -> str:
     book.metadata.setdefault("jupytext", {})["default_lexer"] = "ipython3"
     if alone:
         code = "\n".join(cell.source for cell in book.cells if cell.cell_type == "code")
-        wanted = list_extras(code)
-        before = "DS_BUILD_OPS=0 " if "deepspeed" in wanted else ""
         title, _, prose = book.cells[0].source.partition("\n\n")
-        needs = _NEEDS.format(topic=topic, before=before, extras=wanted)
+        needs = _NEEDS.format(topic=topic, install=format_install(code, "/path/to/the/course{}"))
         prerequisites = re.sub(r"\]\([^)]*\)|\[", "", index.link_prerequisites(topic, root))
         needs += f"\n\n{prerequisites}" * bool(prerequisites)
         book.cells[0].source = f"{title}\n\n{needs}\n\n{prose}"

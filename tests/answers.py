@@ -1,4 +1,4 @@
-"""A wrong answer that readers give, for each exercise.
+"""Wrong answers that readers give, one or more for each exercise.
 
     exercise: (answer, words of the verdict)
 
@@ -10,14 +10,59 @@ answer, are read from the lessons.
 from __future__ import annotations
 
 from itertools import combinations
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shardcourse.exercises import parity as parity_exercises
 from shardlab import ranks
 from shardlab.layout import Layout
+
+
+def send_first_around(tensor, group):
+    """Pass tensors around the ring, and send before receiving on all ranks."""
+    largest = tensor.clone()
+    for _ in range(dist.get_world_size(group) - 1):
+        tensor.copy_(send_first_on_all(tensor, group))
+        torch.maximum(largest, tensor, out=largest)
+    tensor.copy_(largest)
+
+
+def drop_zero_gradients(module, group):
+    """Average gradients, and drop those that are zero, as if nobody had used their parameters."""
+    for p in module.parameters():
+        if p.requires_grad:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad, dist.ReduceOp.AVG, group=group)
+            p.grad = p.grad if p.grad.any() else None
+
+
+def keep_all_keys(q, k, v, group):
+    """Attend in a ring whose ranks first receive all keys and values."""
+    N, rank, s = dist.get_world_size(group), dist.get_rank(group), q.shape[2]
+    every = {rank: torch.stack((k, v))}
+    for turn in range(N - 1):
+        kv, coming = every[(rank - turn) % N], torch.empty_like(every[rank])
+        ranks.exchange(kv, (rank + 1) % N, coming, (rank - 1) % N, group).wait()
+        every[(rank - turn - 1) % N] = coming
+    k, v = torch.cat([every[r] for r in range(N)], 3)
+    hidden = torch.ones(N * s, N * s).triu(1).bool()[rank * s : (rank + 1) * s]
+    return (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+
+def start_with_first(size, total, first):
+    """Return the ranks' rows with rank `first` in front of the others."""
+    n = total // size
+    rows = torch.arange(total).view(-1, n, 2)
+    return [rows[:, r].flatten() for r in (first, *(r for r in range(n) if r != first))]
+
+
+def train_all_rows(watch):
+    """Train on the whole batch on every rank, without communication."""
+    parity_exercises.train_one_process(watch)
 
 
 class Swap:
@@ -79,6 +124,7 @@ SETTINGS = {  # which lack gradient_clipping
 }
 AHEAD = "ahead = 2 * (stages - 1 - stage) + (chunks - 1) * stages"
 LAST = "F.mse_loss(out, y) / m"
+USERS = "            parameter.grad /= used\n"
 EVEN = "[len(costs) // parts + (i < len(costs) % parts) for i in range(parts)]"
 SKIP = 'name != "head.weight" and (name in cut or first)'
 LINK = 4 * 2 * 7 * 2 * 989e12 / (6 * 12 * 8192)
@@ -330,3 +376,101 @@ WRONG_ANSWERS: dict[str, tuple[Any, str]] = {
     ),
     "my_layout": (Layout(64, microbatches=8), "cut or shard the model"),
 }
+
+WORLD = "runs in the default group"
+KEEP = "kept = [*kept, (source, piece)] if step else [(source, piece)]"
+ADD = "c_mN += a_mK[:, source * k : (source + 1) * k] @ piece  # [m, k] @ [k, N]"
+JOINED = "return a_mK @ torch.cat([b for _, b in sorted(kept, key=lambda one: one[0])])"
+FSYNC = "        os.fsync(file.fileno())\n"
+REPLACE = "    os.replace(beside, path)"
+LATE_FSYNC = f"{REPLACE}\n    with open(path, 'rb') as file:\n{FSYNC[:-1]}"
+MEDIAN = "rates[len(rates) // 2] / 3"
+SIGNALS = "(0, 4, 6, 7, 8, 11)"
+OUT = "sum(map(sum, out.values()))"
+HELD = "held = (mesh.predict_state_bytes(config, layout, r) for r in range(ranks))"
+
+# Further wrong answers, which a check must not accept. The first ones leave the group out.
+MORE_WRONG_ANSWERS: list[tuple[str, Any, str]] = [
+    ("my_mixed_step", Swap("weights, own, group", "weights, own, dist.group.WORLD"), WORLD),
+    ("my_global_norm", Swap("group=group", ""), WORLD),
+    ("my_exact_average", Swap("group=group", ""), WORLD),
+    ("my_joined_loss", Swap("group=group", ""), WORLD),
+    ("all_reduce_max", Swap("tensor, group)\n", "tensor, dist.group.WORLD)\n"), WORLD),
+    ("shift", Swap(", group).wait()", ").wait()"), WORLD),
+    ("broadcast_large", Swap("pieces[rank], group", "pieces[rank], dist.group.WORLD"), WORLD),
+    ("my_backward_of_columns", Swap("group=group", ""), WORLD),
+    ("my_inner", Swap("group=group", ""), WORLD),
+    ("my_two_products", Swap("group=group", ""), WORLD),
+    ("my_ring_product", Swap("before, group)", "before)"), WORLD),
+    ("my_grid_step", Swap("loss, group=tensor_group", "loss", TO_DATA, ""), WORLD),
+    ("my_mean", Swap("group=group", ""), WORLD),
+    ("my_decision", Swap("dist.ReduceOp.MAX, group", "dist.ReduceOp.MAX"), WORLD),
+    ("my_gated_ffn", Swap("copy_to(x_BSH, group)", "copy_to(x_BSH, dist.group.WORLD)"), WORLD),
+    ("my_greedy", Swap("MAX, group=group", "MAX"), WORLD),
+    ("my_operator", Swap("total, group=ctx.group", "total"), WORLD),
+    ("my_column", Swap("dx_BSH, group=ctx.group", "dx_BSH"), WORLD),
+    ("my_pass", Swap("% N, group)", "% N)"), WORLD),
+    ("my_decode", Swap("MAX, group=group", "MAX"), WORLD),
+    ("my_ring", Swap("(rank - 1) % N, group)", "(rank - 1) % N)"), WORLD),
+    ("my_exchange", Swap("split(sent)), group)", "split(sent)), dist.group.WORLD)"), WORLD),
+    ("my_balancing", Swap("load_E, group=group", "load_E"), WORLD),
+    # Numbers that are rounded, and well-known mistakes that had no hint
+    ("zero_states", 20.1e9, "is it rounded?"),
+    ("zero_states", 20.1, "Wrong by a factor of 10^9: the unit is bytes. It is 0.12 % off"),
+    ("my_busy_microbatches", lambda p, percent: p, "just over a half"),
+    ("my_busy_microbatches", lambda p, q: ceil((p - 1) / (1 - q / 100)) or 1, "with floats"),
+    ("my_joined_loss", lambda loss_sum, samples, group: 2.5, "a float: backward needs a loss"),
+    ("my_joined_loss", Swap("get_world_size(group)", "get_world_size()"), "all processes"),
+    (
+        "my_exact_average",
+        Swap(
+            "dist.ReduceOp.AVG", "dist.ReduceOp.SUM", "group=group)\n\n", f"group=group)\n{USERS}"
+        ),
+        "the number of ranks that used the layer",
+    ),
+    # Answers that compute the right values in a wrong way
+    ("my_exact_average", drop_zero_gradients, "zeros have to stay zeros"),
+    (
+        "my_accumulate",
+        lambda model, loss_of, each: (sum(map(loss_of, each)) / len(each)).backward(),
+        "the activations of 6 samples were held at once",
+    ),
+    (
+        "my_accumulate",
+        lambda model, loss_of, each: loss_of(torch.cat(each)).backward(),
+        "6 samples",
+    ),
+    ("all_reduce_max", send_first_around, "With nccl it hangs"),
+    ("my_ring_product", Swap(ADD, KEEP, "return c_mN", JOINED), "keeps every piece"),
+    ("my_ring", keep_all_keys, "keeps every piece"),
+    ("my_admit", Swap("chosen_TC.clone()", "chosen_TC"), "return a copy"),
+    ("my_program", train_all_rows, "this rank's share of the batch"),
+    ("my_write", Swap("        file.flush()\n", ""), "loss of power"),
+    ("my_write", Swap(FSYNC, "", REPLACE, LATE_FSYNC), "when is it too late?"),
+    # Answers that are right in most cases
+    ("my_cut", start_with_first, "in this order"),
+    ("my_cut", Swap("(first + r)", "(first - r)"), "in this order"),
+    ("my_largest_batch", Swap("<= limit", "< limit"), "Right is 9"),
+    ("my_way", Swap("+ M * n", ""), "Right is"),
+    ("my_way", Swap("m * K + K * N + m * N", "m * K + K * N"), "Right is"),
+    ("my_way", Swap("-(-size // ranks_)", "size // ranks_"), "Right is"),
+    ("my_context", Swap("> memory_", ">= memory_"), "Right is"),
+    ("my_degree", Swap(', device="gpu"', ""), "The peak is that of a GPU"),
+    ("my_degree", Swap(", config.ffn_width", ""), "must divide ffn_width=6150"),
+    ("my_expert_ranks", Swap("> limit", ">= limit"), "Right is 2"),
+    ("my_expert_ranks", Swap(">= rows", "> rows"), "Right is 1"),
+    ("my_expert_ranks", Swap("(config, size)", "(config, 1) / size"), "Right is"),
+    ("mesh_budget", "--dp 4 --zero 3 --tp 2 --batch 16", "Leave the model and the batch"),
+    ("my_mesh", Swap("batch % d or ", ""), "d does not divide the batch"),
+    ("my_mesh", Swap(HELD, "held = [mesh.predict_state_bytes(config, layout, 0)]"), "exceeds"),
+    ("my_mesh", Swap(OUT, "max(map(max, out.values()))"), "leaves the nodes"),
+    ("my_mesh", Swap("batch=batch // d", "batch=batch"), "leaves the nodes"),
+    ("my_accumulation", Swap("return steps", "return float(steps)"), "Right is 16, an int"),
+    ("my_choice", Swap("<= 0.7 * gpu", "< 0.7 * gpu"), "Right is"),
+    ("my_choice", Swap("0.7 * gpu", "0.8 * gpu"), "Right is"),
+    ("my_ranks", Swap("% 10000", "% 10"), "MASTER_PORT should be"),
+    ("cluster_culprit", Swap(MEDIAN, MEDIAN[:-4]), "more than a third"),
+    ("cluster_culprit", Swap(MEDIAN, "sum(rates) / len(rates)"), "more than a third"),
+    ("my_cause", Swap(SIGNALS, "(0, 6, 11)"), "4, 7 and 8 are errors"),
+    ("my_cause", Swap(f"one[2] in {SIGNALS}", "one[2] != 9"), "came from outside"),
+]

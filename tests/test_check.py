@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from answers import WRONG_ANSWERS, Swap
+from answers import MORE_WRONG_ANSWERS, WRONG_ANSWERS, Swap
 
 from shardcourse import exercises as check_module
 from shardcourse.exercises import Verdict, WrongAnswer, check, forms
@@ -97,9 +97,11 @@ def judge_answer(name: str, given: object) -> Verdict:
     return verdict
 
 
-@pytest.mark.parametrize("name", WRONG_ANSWERS)
-def test_an_answer_is_told_what_is_wrong_with_it(name: str):
-    given, words = WRONG_ANSWERS[name]
+ANSWERS = [(name, *row) for name, row in WRONG_ANSWERS.items()] + MORE_WRONG_ANSWERS
+
+
+@pytest.mark.parametrize(("name", "given", "words"), ANSWERS, ids=[row[0] for row in ANSWERS])
+def test_an_answer_is_told_what_is_wrong_with_it(name: str, given: object, words: str):
     verdict = judge_answer(name, given)
     assert not verdict.ok and words in verdict.message, verdict
 

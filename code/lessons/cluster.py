@@ -1040,7 +1040,7 @@ check(answer, "hang_uneven")
 # ```
 #
 # Compute the values that `torchrun` would set, for a task under `srun`. `slurm` holds Slurm's variables as text, `names` the job's nodes in order, `gpus` the number of GPUs that this task sees.
-# Return a dictionary with `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT` and `device`, numbers as `int`. `device` is the index of the task's GPU, or None without GPUs. Two jobs on one node must get different ports; ports below 1024 are reserved, and Linux assigns ports from 32768.
+# Return a dictionary with `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT` and `device`, numbers as `int`. `device` is the index of the task's GPU, or None without GPUs. Jobs on one node whose numbers differ by 1 to 1,000 must get different ports; ports below 1024 are reserved, and Linux assigns ports from 32768.
 
 # %%
 def my_ranks(slurm, names, gpus):

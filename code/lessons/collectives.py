@@ -1254,7 +1254,7 @@ check((40 - 12) + (40 - 12), "ring_bytes")
 #
 # Write an all-reduce that leaves the element-wise *maximum* on all ranks, in place.
 # Loss scaling in mixed precision needs such an all-reduce, to find out if any rank has an infinite gradient.
-# You may use `ranks.isend`, `ranks.irecv` and `ranks.exchange`, and everything in this lesson's module.
+# You may use `ranks.isend`, `ranks.irecv` and `ranks.exchange`, and everything in this lesson's module. Like the lesson's functions, it must not hang with NCCL.
 
 # %%
 def all_reduce_max(tensor, group):
@@ -1351,7 +1351,7 @@ check(shift)
 #
 # In the tree, the root of a broadcast to four ranks sends 2 S, and to 1,024 ranks 10 S.
 # Write a broadcast in which no rank ever sends more than $2\,\frac{N-1}{N} S$, in pieces of $S/N$.
-# It must work in place, for any root. Hint: which collective turns "one piece on each rank" into "everything on every rank"?
+# It must work in place, for any root, and with NCCL. Hint: which collective turns "one piece on each rank" into "everything on every rank"?
 
 # %%
 def broadcast_large(tensor, root, group):

@@ -1134,7 +1134,7 @@ check(my_decode)
 # :label: ex-context-ring
 # ```
 #
-# Write the forward of a *causal* ring. Pieces are contiguous: rank 0 has the first tokens. A token attends to itself and to all tokens before it. Return this rank's output [B, A, s, D].
+# Write the forward of a *causal* ring. Pieces are contiguous: rank 0 has the first tokens. A token attends to itself and to all tokens before it. Return this rank's output [B, A, s, D]; no rank may hold all keys at once.
 # No collectives: `ranks.exchange(outgoing, to, incoming, source, group)` begins to send and to receive in one batch, and returns at once; `.wait()` waits. With `send` and `recv`, order messages by even and odd ranks.
 
 # %%

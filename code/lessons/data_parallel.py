@@ -1420,7 +1420,7 @@ check(answer, "overlap_floor")
 # ```
 #
 # `average_gradients` leaves zeros where no rank had a gradient, and AdamW's weight decay then moves a layer that does not move in one process.
-# Write an `average_gradients` that avoids this: a parameter that *some* rank used gets the average; a parameter that *no* rank used keeps `grad=None`.
+# Write an `average_gradients` that avoids this: a parameter that *some* rank used gets the average over all ranks, even if it is exactly zero; a parameter that *no* rank used keeps `grad=None`.
 # Some parameters are frozen.
 
 # %%
@@ -1466,7 +1466,7 @@ check(my_exact_average)
 # :label: ex-data-parallel-joined
 # ```
 #
-# `DataParallel` averages gradients over the ranks. Return a loss for this rank such that the averaged gradient is the gradient of the mean over *all* samples of all ranks.
+# `DataParallel` averages gradients over the ranks of `group`. Return a loss for this rank such that the averaged gradient is the gradient of the mean over *all* samples of these ranks.
 # `loss_sum` is the sum of this rank's losses, `samples` their number.
 
 # %%
@@ -1506,7 +1506,7 @@ check(my_joined_loss)
 # :label: ex-data-parallel-accumulate
 # ```
 #
-# Run backward on every micro-batch, so that the result is the gradient of the mean over all micro-batches of all ranks, and every bucket is sent once.
+# Run backward on every micro-batch, so that the result is the gradient of the mean over all micro-batches of all ranks, every bucket is sent once, and the activations of only one micro-batch are held at a time.
 # `model` is a `DataParallel`; `loss_of(micro_batch)` runs the model on a micro-batch and returns the mean loss. All micro-batches are of one size.
 
 # %%

@@ -1295,7 +1295,7 @@ check(my_largest_batch)
 # :label: ex-memory-evaluate
 # ```
 #
-# Return the mean loss of `model` over `batches`, pairs of tokens and targets, all of one size.
+# Return the mean loss of `model` over `batches`, eight pairs of tokens and targets, all of one size.
 # Hold no more memory at the last batch than at the first, and keep no activations.
 
 # %%

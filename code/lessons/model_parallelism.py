@@ -1020,7 +1020,7 @@ check(my_zero_traffic)
 # The loss is half the sum of `y_BF ** 2`, divided by the number of *all* replicas' sequences.
 # Each rank has the `x_BH` of its replica, and `w_fH`: half of the rows of `w_FH`.
 # `tensor_group` holds the ranks of one replica, `data_group` the ranks with the same rows.
-# With `group=…` a collective runs only over the ranks of that group.
+# With `group=…` a collective runs only over the ranks of that group; use no other group.
 # Return the loss of the whole batch, the same on all ranks, and the gradient of `w_fH`.
 # Replicas have equally many sequences.
 # A replica's gradient of `w_fH` is `y_Bf.T @ x_BH / len(x_BH)`.

@@ -1282,7 +1282,7 @@ check(my_cut)
 # :label: ex-parity-repair
 # ```
 #
-# The plain program takes the mean loss over all tokens that have a target (−100 means none), clips the norm of the gradients to 0.1, and takes a step of AdamW. The parallel program below has two mistakes; `parity.check` on 2 and 4 ranks reports them. `make_network()` returns the model, `make_batches()` the whole batches of two steps.
+# The plain program takes the mean loss over all tokens that have a target (−100 means none), clips the norm of the gradients to 0.1, and takes a step of AdamW. The parallel program below, in which each rank computes its share of the rows, has two mistakes; `parity.check` on 2 and 4 ranks reports them. `make_network()` returns the model, `make_batches()` the whole batches of two steps.
 
 # %%
 def my_program(watch):

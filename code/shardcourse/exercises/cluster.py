@@ -76,8 +76,13 @@ def _run_answer(answer: Callable, job: int, task: int, gpus: int) -> dict[str, A
         return None
     port = mine.get("MASTER_PORT")
     everyones = {call_task(job, other)["MASTER_PORT"] for other in range(4)}
-    other = call_task(job + 1, task)["MASTER_PORT"]
-    fine = isinstance(port, int) and 1024 <= port < 32768 and everyones == {port} != {other}
+    others = {call_task(job + more, task)["MASTER_PORT"] for more in (1, 10, 100)}
+    fine = (
+        isinstance(port, int)
+        and 1024 <= port < 32768
+        and everyones == {port}
+        and port not in others
+    )
     return mine | {"MASTER_PORT": _VALID_PORT if fine else port}
 
 
@@ -128,8 +133,10 @@ add_blanks(
 )
 
 
-def _make_links(size: int, slow: Callable[[int, int], bool]) -> tuple[list[tuple[int, int, float]]]:
-    return ([(a, b, 1e9 if slow(a, b) else 10e9) for a, b in combinations(range(size), 2)],)
+def _make_links(
+    size: int, slow: Callable[[int, int], bool], rate: float = 1e9
+) -> tuple[list[tuple[int, int, float]]]:
+    return ([(a, b, rate if slow(a, b) else 10e9) for a, b in combinations(range(size), 2)],)
 
 
 add_cases(
@@ -139,7 +146,8 @@ add_cases(
         (_make_links(6, lambda a, b: a == 0), 0, "All links of rank 0 are slow: 0 is a rank, too."),
         (_make_links(6, lambda a, b: (a, b) == (1, 2)), None, "One link alone is slow, a cable."),
         (_make_links(6, lambda a, b: False), None, "No link is slow."),
-        (_make_links(8, lambda a, b: (a, b) in ((3, 4), (3, 5))), None, "3 has two slow links."),
+        (_make_links(8, lambda a, b: a == 3 and b > 4), None, "3 has three slow links of seven."),
+        (_make_links(6, lambda a, b: a == 0, 4e9), None, "4 GB/s are more than a third of 10."),
     ),
     success="Right: a slow card slows all links of its rank, a slow cable one link.",
 )

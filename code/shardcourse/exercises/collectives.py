@@ -39,9 +39,11 @@ def _make_values(size: int, elements: int) -> list[Tensor]:
     return [-1 - torch.rand(elements, generator=generator) for _ in range(size)]
 
 
-def _run_in_place(answer: Callable[..., Any], size: int, elements: int, *root: int) -> Tensor:
+def _run_in_place(
+    answer: Callable[..., Any], group: dist.ProcessGroup, size: int, elements: int, *root: int
+) -> Tensor:
     tensor = _make_values(size, elements)[dist.get_rank()].to(ranks.device())
-    answer(tensor, *root, dist.group.WORLD)
+    answer(tensor, *root, group)
     return tensor
 
 
@@ -58,7 +60,7 @@ _NO_COLLECTIVES = limit_calls(
     "all_reduce_max",
     ((2, 3), (3, 7), (4, 5)),
     rank_fn=_run_in_place,
-    rules=[_NO_COLLECTIVES],
+    rules=[_NO_COLLECTIVES, check_nccl_deadlock],
     success="Right: all ranks have the same maximum, with 2, 3 and 4 ranks.",
 )
 def _(size: int, elements: int) -> Trial:
@@ -72,9 +74,11 @@ def _(size: int, elements: int) -> Trial:
     return Trial([Output(f"the maximum over {size} ranks", top, mistakes)], size=size)
 
 
-def _run_shift(answer: Callable[..., Any], size: int) -> tuple[Any, Tensor]:
+def _run_shift(
+    answer: Callable[..., Any], group: dist.ProcessGroup, size: int
+) -> tuple[Any, Tensor]:
     tensor = _make_values(size, 5)[dist.get_rank()].to(ranks.device())
-    return answer(tensor, dist.group.WORLD), tensor
+    return answer(tensor, group), tensor
 
 
 @add_trials(
@@ -123,7 +127,7 @@ def _check_pieces(records: list[RankRecord]) -> str:
     "broadcast_large",
     ((4, 103, 2), (2, 8, 0), (3, 50, 1)),
     rank_fn=_run_in_place,
-    rules=[_NO_COLLECTIVES, _check_pieces],
+    rules=[_NO_COLLECTIVES, _check_pieces, check_nccl_deadlock],
     success="Right, and no rank sends more than 2(N - 1)/N of the tensor.",
 )
 def _(size: int, elements: int, root: int) -> Trial:

@@ -14,6 +14,7 @@ from shardcourse.exercises.forms import (
     add_cases,
     add_trials,
     check_nccl_deadlock,
+    check_received_freed,
     limit_bytes,
     limit_calls,
 )
@@ -116,12 +117,13 @@ def _(size: int, large: bool) -> Trial:
 
 @add_trials(
     "my_ring",
-    (2, 4),
+    (2, 5),
     rules=[
         limit_calls(0, "pass blocks on to the next rank, so that no rank ever holds all of them."),
         check_nccl_deadlock,
+        check_received_freed,
     ],
-    success="Right on 2 and 4 ranks, and no rank ever holds all keys.",
+    success="Right on 2 and 5 ranks, and no rank ever holds all keys.",
 )
 def _(size: int) -> Trial:
     given = [_make_qkv(rank) for rank in range(size)]
@@ -167,8 +169,8 @@ def _choose_context(
     return None
 
 
-# Tokens, bytes of states, query heads, key/value heads.
-_JOBS = ((8192, 20e9, 32, 32), (32_768, 20e9, 32, 32), (65_536, 20e9, 32, 32))
+# Tokens, bytes of states, query heads, key/value heads. The first job fits to the byte.
+_JOBS = ((30_000, 20e9, 32, 32), (32_768, 20e9, 32, 32), (65_536, 20e9, 32, 32))
 _JOBS += ((65_536, 20e9, 32, 8), (131_072, 20e9, 32, 8), (262_144, 20e9, 32, 8))
 _JOBS += ((1_048_576, 20e9, 32, 32), (131_072, 20e9, 12, 12), (8_388_608, 20e9, 32, 32))
 _JOBS += ((8192, 90e9, 32, 32),)

@@ -40,9 +40,9 @@ class _ToyModel(nn.Module):
         self.last = nn.Linear(4, 1)
         self.extra = nn.Linear(4, 1)
 
-    def forward(self, x: Tensor, extra: bool) -> Tensor:
+    def forward(self, x: Tensor, extra: bool, factor: float = 1.0) -> Tensor:
         y = self.frozen(self.first(x).tanh())  # [batch, 4]
-        return (self.last(y) + (self.extra(y) if extra else 0)).square().mean()
+        return (self.last(y) + (factor * self.extra(y) if extra else 0)).square().mean()
 
     def flatten_gradients(self) -> Tensor:
         """Return all gradients in one flat tensor, with zeros where a parameter has none."""
@@ -56,44 +56,66 @@ def _make_batch(rank: int, part: int = 0) -> Tensor:
     return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * rank + part))
 
 
-def _compute_local_gradient(rank: int, extra: bool, parts: Sequence[int] = (0,)) -> Tensor:
+def _compute_local_gradient(
+    rank: int, extra: bool, factor: float = 1.0, parts: Sequence[int] = (0,)
+) -> Tensor:
     """Return the gradient that one rank computes alone, summed over its micro-batches."""
     model = _ToyModel()
     for part in parts:
-        model(_make_batch(rank, part), extra).backward()
+        model(_make_batch(rank, part), extra, factor).backward()
     return model.flatten_gradients()
 
 
-def _run_average(answer: Callable, size: int, users: Sequence[int]) -> tuple[Tensor, bool]:
-    """Return the gradients, and whether a layer that no rank used has a gradient now."""
+def _run_average(
+    answer: Callable,
+    group: dist.ProcessGroup,
+    size: int,
+    users: Sequence[int],
+    factor: float = 1.0,
+) -> tuple[Tensor, bool, bool]:
+    """Return the gradients, whether some rank used the extra layer, and if it has a gradient now.
+
+    factor: of the extra layer's output; with 0.0 the layer's gradient is exactly zero.
+    """
     rank, model = dist.get_rank(), _ToyModel()
-    model(_make_batch(rank), rank in users).backward()
-    answer(model, dist.group.WORLD)
+    model(_make_batch(rank), rank in users, factor).backward()
+    answer(model, group)
     found = any(p.grad is not None for p in model.extra.parameters())
-    return model.flatten_gradients(), found and not users
+    return model.flatten_gradients(), bool(users), found
 
 
 def _check_grad_none(records: list[RankRecord]) -> str:
-    if not any(one.extras[0] for one in records):
-        return ""
-    return (
-        "A layer that no rank used has a gradient of zeros now, and AdamW's weight decay would "
-        "move it: its `grad` has to stay None. How does a rank learn that no other has one?"
-    )
+    for used, found in (one.extras for one in records):
+        if found and not used:
+            return (
+                "A layer that no rank used has a gradient of zeros now, and AdamW's weight decay "
+                "would move it: its `grad` has to stay None. How does a rank learn that no other "
+                "has one?"
+            )
+        if used and not found:
+            return (
+                "A layer that a rank used has `grad=None` now, because its gradient is exactly "
+                "zero: AdamW moves this layer in one process, so zeros have to stay zeros."
+            )
+    return ""
 
 
 @add_trials(
     "my_exact_average",
-    ((2, (0, 1)), (4, (0, 1, 2, 3)), (2, (0,)), (2, ())),
+    ((2, (0, 1)), (4, (0, 1, 2, 3)), (2, (0,)), (2, ()), (2, (0,), 0.0)),
     rank_fn=_run_average,
     rules=[_check_grad_none],
     success="Right: equal to the average on 2 and 4 ranks, with a frozen layer, with one that only "
     "rank 0 used, and None for one that no rank used.",
 )
-def _(size: int, users: Sequence[int]) -> Trial:
-    local = [_compute_local_gradient(rank, rank in users) for rank in range(size)]
+def _(size: int, users: Sequence[int], factor: float = 1.0) -> Trial:
+    local = [_compute_local_gradient(rank, rank in users, factor) for rank in range(size)]
     total = torch.stack(local).sum(0)
+    by_users = torch.full_like(total, size)
+    by_users[-5:] = max(len(users), 1)  # weight and bias of the extra layer
     mistakes = {
+        "It is divided by the number of ranks that used the layer. The ranks that did not use it "
+        f"have samples, too, with a gradient of zero: divide by {size}.": total / by_users,
         f"It is the sum over the ranks, {size} times the average.": total,
         "Every rank still has its own gradient: nothing was averaged.": local,
     }
@@ -101,7 +123,8 @@ def _(size: int, users: Sequence[int]) -> Trial:
     return Trial([Output("the gradient", total / size, mistakes, 1e-6)], size=size)
 
 
-_NUM_SAMPLES = (4, 1, 2)
+_NUM_SAMPLES = (4, 1, 2, 1, 3)
+_GROUPS = (0, 1, 2), (3, 4)  # two groups at once: a collective over all ranks mixes them
 
 
 def _make_samples(rank: int) -> Tensor:
@@ -109,68 +132,96 @@ def _make_samples(rank: int) -> Tensor:
     return both[: _NUM_SAMPLES[rank]]  # [samples, 3]
 
 
-def _run_joined_loss(answer: Callable[..., Any], size: int) -> Any:
+def _run_joined_loss(answer: Callable[..., Any], *_: Any) -> Any:
+    group = dist.new_subgroups_by_enumeration(list(map(list, _GROUPS)))[0]
     weight, x = torch.ones(3, requires_grad=True), _make_samples(dist.get_rank())
-    value = answer((x @ weight).square().sum(), len(x), dist.group.WORLD)
-    if not isinstance(value, Tensor) or not value.requires_grad:
-        raise WrongAnswer("The returned loss does not depend on loss_sum: leave out .item().")
+    value = answer((x @ weight).square().sum(), len(x), group)
+    if not isinstance(value, Tensor):
+        raise WrongAnswer(
+            f"It returned {value!r}, a {type(value).__name__}: backward needs a loss, which is a "
+            "tensor computed from loss_sum."
+        )
+    if not value.requires_grad:
+        raise WrongAnswer("The returned loss does not depend on loss_sum: use it as it is.")
     value.backward()
-    dist.all_reduce(weight.grad)  # [3]
-    return weight.grad / size
+    dist.all_reduce(weight.grad, group=group)  # [3]
+    return weight.grad / group.size()
 
 
 @add_trials(
     "my_joined_loss",
     (len(_NUM_SAMPLES),),
     rank_fn=_run_joined_loss,
-    success="Right: with 4, 1 and 2 samples on three ranks it is the joined batch's gradient.",
+    success="Right: in groups of three and of two ranks it is the gradient of the joined batch.",
 )
 def _(size: int) -> Trial:
-    def compute_gradient(*weights: float) -> Tensor:
-        w = torch.ones(3, requires_grad=True)
-        sum(c * (_make_samples(r) @ w).square().sum() for r, c in enumerate(weights)).backward()
-        return w.grad
+    def compute_gradients(weigh: Callable[[int, int, int], float]) -> list[Tensor]:
+        """Return each rank's gradient; weigh: of its samples, the group's samples and ranks."""
+        found = []
+        for members in _GROUPS:
+            w, total = torch.ones(3, requires_grad=True), sum(_NUM_SAMPLES[r] for r in members)
+            for r in members:
+                weight = weigh(_NUM_SAMPLES[r], total, len(members))
+                (weight * (_make_samples(r) @ w).square().sum()).backward()
+            found += [w.grad] * len(members)
+        return found
 
-    total = sum(_NUM_SAMPLES)
     mistakes = {
         "It is the average of the ranks' own means: a sample on the rank with the short batch "
-        "counts more than the others.": compute_gradient(*(1 / c / size for c in _NUM_SAMPLES)),
-        f"It is {size} times too small: DataParallel divides by the number of ranks once more.": (
-            compute_gradient(*[1 / total / size] * size)
+        "counts more than the others.": compute_gradients(lambda own, total, n: 1 / own / n),
+        "It is too small by the number of ranks: DataParallel divides by it once more.": (
+            compute_gradients(lambda own, total, n: 1 / total / n)
+        ),
+        "It is multiplied by the number of all processes: give dist.get_world_size `group`.": (
+            compute_gradients(lambda own, total, n: size / n / total)
         ),
     }
     # float32, values up to about 10
-    right = compute_gradient(*[1 / total] * size)
+    right = compute_gradients(lambda own, total, n: 1 / total)
     return Trial([Output("the averaged gradient", right, mistakes, 1e-5)], size=size)
 
 
-def _run_accumulation(answer: Callable[..., Any], size: int, parts: int) -> tuple[Any, ...]:
-    rank = dist.get_rank()
-    model = DataParallel(_ToyModel(), dist.group.WORLD, bucket_bytes=64, first_bytes=64)
+def _run_accumulation(
+    answer: Callable[..., Any], group: dist.ProcessGroup, size: int, parts: int
+) -> tuple[Any, ...]:
+    rank, held = dist.get_rank(), [0, 0]  # samples that wait for backward: now, and at most
+    model = DataParallel(_ToyModel(), group, bucket_bytes=64, first_bytes=64)
+    model.module.last.bias.register_hook(lambda _: held.__setitem__(0, 0))
+
+    def compute_loss(x: Tensor) -> Tensor:
+        held[0] += len(x)
+        held[1] = max(held)
+        return model(x, True)
+
     with count.record_traffic() as sent:
-        answer(model, lambda x: model(x, True), [_make_batch(rank, part) for part in range(parts)])
-    return model.module.flatten_gradients(), sent.calls["all_reduce"], len(model.buckets)
+        answer(model, compute_loss, [_make_batch(rank, part) for part in range(parts)])
+    return model.module.flatten_gradients(), sent.calls["all_reduce"], len(model.buckets), held[1]
 
 
-def _check_bucket_messages(records: list[RankRecord]) -> str:
-    sent, buckets = records[0].extras
-    if sent <= buckets:
-        return ""
-    return (
-        f"The gradient is right, but rank 0 sent {sent} messages for {buckets} buckets: all "
-        "micro-batches but the last belong inside model.no_sync()."
-    )
+def _check_accumulation(records: list[RankRecord]) -> str:
+    sent, buckets, held = records[0].extras
+    if held > len(_make_batch(0)):
+        return (
+            f"The gradient is right, but the activations of {held} samples were held at once: run "
+            "each micro-batch's backward before the next one's forward."
+        )
+    if sent > buckets:
+        return (
+            f"The gradient is right, but rank 0 sent {sent} messages for {buckets} buckets: all "
+            "micro-batches but the last belong inside model.no_sync()."
+        )
+    return ""
 
 
 @add_trials(
     "my_accumulate",
     ((2, 3),),
     rank_fn=_run_accumulation,
-    rules=[_check_bucket_messages],
+    rules=[_check_accumulation],
     success="Right: the mean over 2 ranks and 3 micro-batches, each bucket sent once.",
 )
 def _(size: int, parts: int) -> Trial:
-    sums = [_compute_local_gradient(rank, True, range(parts)) for rank in range(size)]
+    sums = [_compute_local_gradient(rank, True, parts=range(parts)) for rank in range(size)]
     right = sum(sums) / size / parts
     mistakes = {
         f"It is {parts} times too large: each micro-batch's loss is a mean of its own.": (

@@ -85,6 +85,8 @@ add_cases(
     _BATCHES,
     _count_steps,
     call=_catch_value_error,
+    equal=lambda got, want: got == want and type(got) is type(want),
+    explain=lambda case, got, want: f"Right is {want!r}{', an int' if want == got else ''}.",
     success="Right, for 8 batches, three of which are impossible.",
 )
 
@@ -190,11 +192,12 @@ def _choose_stage(
 # Parameters, GPUs, bytes of each GPU, bytes of the host that they share. Every answer occurs.
 _JOBS = ((1e9, 8, 24e9, 1e12), (3e9, 8, 24e9, 1e12), (4e9, 8, 24e9, 1e12), (7e9, 8, 24e9, 1e12))
 _JOBS += ((7e9, 8, 80e9, 1e12), (13e9, 2, 80e9, 1e12), (13e9, 4, 24e9, 1e12))
-_JOBS += ((13e9, 4, 24e9, 200e9), (400e9, 8, 80e9, 2e12))
+_JOBS += ((13e9, 4, 24e9, 200e9), (400e9, 8, 80e9, 2e12), (3.5e9, 8, 80e9, 1e12))
+_JOBS += ((3.8e9, 8, 80e9, 1e12),)
 add_cases(
     "my_choice",
     _JOBS,
     _choose_stage,
     mistakes={"States may take 70 % of a GPU.": partial(_choose_stage, share=1.0)},
-    success="Right, for 9 jobs.",
+    success="Right, for 11 jobs.",
 )

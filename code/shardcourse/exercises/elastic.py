@@ -38,6 +38,8 @@ add_cases(
         (([(4.0, 1, 15), (5.0, 2, 0)],), 2, "Rank 1 was ended by its agent, with SIGTERM."),
         (([(5.0, 2, 6), (4.0, 0, 0)],), 0, "SIGABRT counts like an error, and is later here."),
         (([(4.0, 1, 11), (5.0, 0, 9)],), 0, "SIGSEGV is rank 1's own error, SIGKILL is not."),
+        (([(1.0, 1, 4), (2.0, 2, 7), (3.0, 3, 8), (4.0, 0, 9)],), 0, "4, 7 and 8 are errors."),
+        (([(4.0, 1, 0), (5.0, 0, 2)],), 0, "SIGINT (2) came from outside, as any other signal."),
         (([(6.0, 1, 9), (5.0, 0, 9)],), 0, "Two signals from outside: the earlier one."),
         (([(4.0, 1, 15)],), None, "Only the agent has ended a rank: there is no cause."),
     ),

@@ -39,6 +39,14 @@ def _choose_experts(tokens: int, choices: int, count: int) -> Tensor:
     return scores_TE.topk(choices).indices
 
 
+def _call_admit(answer: Callable, chosen_TC: Tensor, count: int, capacity: int) -> Any:
+    before_TC = chosen_TC.clone()
+    found = answer(chosen_TC, count, capacity)
+    if not chosen_TC.equal(before_TC):
+        raise ValueError("chosen_TC has changed: return a copy")
+    return found
+
+
 add_cases(
     "my_admit",
     lambda: [
@@ -51,6 +59,7 @@ add_cases(
         )
     ],
     lambda chosen_TC, count, capacity: drop_overflow(chosen_TC[None], count, capacity)[0],
+    call=_call_admit,
     equal=torch.equal,
     success="Right, with one, two and three choices, and where no token is dropped.",
     mistakes={
@@ -81,10 +90,12 @@ def _make_gradients(rank: int) -> Tensor:
     return torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
 
 
-def _run_average(answer: Callable[..., Any], size: int) -> tuple[Tensor, ...]:
+def _run_average(
+    answer: Callable[..., Any], data: dist.ProcessGroup, size: int
+) -> tuple[Tensor, ...]:
     copies = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
     grads = [grad.clone() for grad in _make_gradients(dist.get_rank()).to(ranks.device())]
-    answer(*grads, dist.group.WORLD, copies)
+    answer(*grads, data, copies)
     return tuple(grads)
 
 
@@ -127,18 +138,20 @@ def _compute_balance_loss(scores_TE: Tensor, chosen_TC: Tensor) -> Tensor:
     return 4 * (load_E * scores_TE.mean(0)).sum()
 
 
-def _run_balance_loss(answer: Callable[..., Any], size: int) -> tuple[Any, ...]:
+def _run_balance_loss(
+    answer: Callable[..., Any], group: dist.ProcessGroup, size: int
+) -> tuple[Any, ...]:
     """Run the answer on a rank; return the mean of all ranks' values, and its scores' gradient."""
     scores_TE, chosen_TC = (
         x.chunk(size)[dist.get_rank()].to(ranks.device()) for x in _route_tokens(size)
     )
     scores_TE = scores_TE.clone().requires_grad_()
-    value = answer(scores_TE, chosen_TC, dist.group.WORLD)
+    value = answer(scores_TE, chosen_TC, group)
     if not isinstance(value, Tensor) or not value.requires_grad:
         raise WrongAnswer("The value has no gradient; the mean score has to keep it.")
     value.backward()
     mean = value.detach().clone()
-    dist.all_reduce(mean)
+    dist.all_reduce(mean, group=group)
     return mean / size, scores_TE.grad / size
 
 
@@ -180,8 +193,11 @@ add_cases(
         (_MIXTRAL, 4096, 280e9, 300),
         (_MIXTRAL, 128, 800e9, 100),
         (_MIXTRAL, 4096, 80e9, 300),
+        (_MIXTRAL, 4096, 16 * experts.count_held_parameters(_MIXTRAL, 2), 300),  # to the byte
+        (_MIXTRAL, 4096, 190e9, 300),  # more than a quarter of all states
+        (_MIXTRAL, 1200, 800e9, 300),  # exactly 300 rows
         (replace(_MIXTRAL, experts=64, expert_ffn=1792, experts_per_token=6), 512, 300e9, 300),
     ),
     _find_min_expert_ranks,
-    success="Right for four jobs, of which one does not fit, however many ranks share the experts.",
+    success="Right for 7 jobs, of which one does not fit, however many ranks share the experts.",
 )

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -46,7 +47,7 @@ def call_answer(answer: Callable[..., Any], *args: Any, subject: str = "Your fun
 class Number:
     """Right number, up to a relative difference of `rel_tol`, and wrong numbers with hints.
 
-    A factor of a thousand, a million or a billion is explained without an entry in `hints`.
+    A factor of a thousand, a million or a billion, and a rounded number, need no entry in `hints`.
     """
 
     right: float
@@ -65,9 +66,12 @@ class Number:
         for wrong, hint in self.hints.items():
             if math.isclose(answer, wrong, rel_tol=rel_tol):
                 raise WrongAnswer(hint)
-        for k in (3, 6, 9) if self.unit else ():
-            if any(math.isclose(answer * 10.0**n, self.right, rel_tol=rel_tol) for n in (k, -k)):
-                raise WrongAnswer(f"Wrong by a factor of 10^{k}: the unit is {self.unit}.")
+        for n in (0, 3, -3, 6, -6, 9, -9) if self.unit else (0,):
+            gap = abs(answer * 10.0**n / self.right - 1)
+            if gap < max(rel_tol, 0.01):
+                unit = f"Wrong by a factor of 10^{abs(n)}: the unit is {self.unit}. " if n else ""
+                digits = f"It is {100 * gap:.2g} % off: is it rounded? Keep all digits."
+                raise WrongAnswer(unit + digits if gap > rel_tol else unit.strip())
         side = "large" if answer > self.right else "small"
         raise WrongAnswer(f"{answer:,} {self.unit}".rstrip() + f" is too {side}.")
 
@@ -222,10 +226,14 @@ class Output:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """Record of a rank's run: its traffic, its messages in order, and further results."""
+    """Record of a rank's run: its traffic, its messages in order, and further results.
+
+    keeps_received: True if all received tensors were held at once.
+    """
 
     traffic: count.Traffic
     message_log: list[MessageBatch]
+    keeps_received: bool
     extras: tuple[Any, ...]
 
 
@@ -252,8 +260,9 @@ def add_trials(
     """Register an exercise whose answer runs on ranks and is compared with one process.
 
     The decorated function makes the trial of a setting. A rank calls `answer(*args, group)`, or
-    `rank_fn(answer, *setting)` if given, which returns the trial's outputs, followed by further
-    results for the `rules`, or raises WrongAnswer. rules: check how the ranks computed the values.
+    `rank_fn(answer, group, *setting)` if given, which returns the trial's outputs, followed by
+    further results for the `rules`, or raises WrongAnswer. rules: check how the ranks computed the
+    values. `group` is that of `create_group`.
     """
 
     def add_check(make_trial: Callable[..., Trial]) -> Callable[..., Trial]:
@@ -282,17 +291,19 @@ def _run_trial(
     def run_on_rank() -> tuple[Any, RankRecord]:
         with count.record_traffic() as traffic, MessageRecorder() as recorder:
             try:
-                if rank_fn:
-                    found = rank_fn(answer, *setting)
-                else:
-                    args = [_copy_to_device(x) for x in trial.args[dist.get_rank()]]
-                    found = answer(*args, dist.group.WORLD)
+                with create_group() as group:
+                    if rank_fn:
+                        found = rank_fn(answer, group, *setting)
+                    else:
+                        args = [_copy_to_device(x) for x in trial.args[dist.get_rank()]]
+                        found = answer(*args, group)
             except WrongAnswer as wrong:
-                return wrong, RankRecord(traffic, recorder.log, ())
+                return wrong, RankRecord(traffic, recorder.log, False, ())
         values, extras = ((found,), ()) if num_outputs == 1 else (found, ())
         if rank_fn and isinstance(found, tuple):
             values, extras = found[:num_outputs], found[num_outputs:]
-        return _move_to_cpu(values), RankRecord(traffic, recorder.log, extras)
+        keeps = 0 < recorder.received_bytes <= recorder.held_bytes
+        return _move_to_cpu(values), RankRecord(traffic, recorder.log, keeps, extras)
 
     size = trial.size or len(trial.args)
     results = run_answer(run_on_rank, size)
@@ -327,15 +338,30 @@ def _move_to_cpu(values: Any) -> Any:
     return values
 
 
+@contextmanager
+def create_group() -> Iterator[dist.ProcessGroup]:
+    """Yield a group of all ranks; raise WrongAnswer if the default group was used in its place."""
+    group = dist.new_group()
+    with count.record_traffic() as traffic:
+        yield group
+    outside = traffic.get_group_traffic(dist.group.WORLD)
+    if outside.calls or outside.messages:
+        name = next(iter(outside.calls), "send")
+        raise WrongAnswer(
+            f"Your {name} runs in the default group, which has all processes of a job, also those "
+            "that do not call it: pass the group that your function is given."
+        )
+
+
 def compute_gradients(
-    answer: Callable[..., Any], given: Sequence[Tensor], dy: Tensor
+    answer: Callable[..., Any], given: Sequence[Tensor], dy: Tensor, group: dist.ProcessGroup
 ) -> tuple[Any, ...]:
     """Call the answer on a rank and send `dy` backward; return its result and `given`'s gradients.
 
     All gradients are None if the result has no graph or another shape than dy.
     """
     given = [x.detach().clone().requires_grad_() for x in given]
-    y = answer(*given, dist.group.WORLD)
+    y = answer(*given, group)
     if isinstance(y, Tensor) and y.requires_grad and y.shape == dy.shape:
         y.backward(dy)
     return y, *(x.grad for x in given)
@@ -442,6 +468,19 @@ def limit_bytes(max_bytes: Callable[[int], int], hint: str) -> Rule:
         return ""
 
     return check_traffic
+
+
+def check_received_freed(records: list[RankRecord]) -> str:
+    """Return a message if a rank of a ring of five or more kept all that it received.
+
+    In a smaller ring this is no mistake: a rank uses one piece, sends one and receives the next.
+    """
+    if len(records) < 5 or not any(record.keeps_received for record in records):
+        return ""
+    return (
+        "The values are right, but a rank keeps every piece that it receives, so in the end it "
+        "holds all of them: use each piece when it arrives, and do not keep it."
+    )
 
 
 def check_nccl_deadlock(records: list[RankRecord]) -> str:

@@ -13,12 +13,13 @@ from shardcourse.exercises.forms import (
     add_number,
     add_trials,
     check_nccl_deadlock,
+    check_received_freed,
     limit_bytes,
     limit_calls,
 )
 from shardlab import gemm
 
-# Values below 10 and sums of at most ten products in float64: rounding stays below 1e-13.
+# Values below 10 and sums of at most thirty products in float64: rounding stays below 1e-12.
 _TOLERANCE = 1e-11
 _SIZES = (10, 7, 9)  # M, K, N: neither 2 nor 4 divides K and N, and 3 divides N alone
 
@@ -119,21 +120,22 @@ def _(size: int) -> Trial:
     return Trial([part], [(x, v[:, cut], w[cut]) for cut in cuts])
 
 
-_RING_SIZES = (8, 12, 5)  # M, K, N: 2, 3 and 4 divide K
+_RING_SIZES = (8, 30, 5)  # M, K, N: 2, 3 and 5 divide K
 
 
 @add_trials(
     "my_ring_product",
-    (2, 4, 3),
+    (2, 3, 5),
     rules=[
         limit_calls(0, "pass pieces of B around with ranks.exchange, so that no rank has all."),
         limit_bytes(
-            lambda n: (n - 1) * 12 // n * 5 * 8,
+            lambda n: (n - 1) * 30 // n * 5 * 8,
             "after N - 1 steps every rank has seen every piece.",
         ),
         check_nccl_deadlock,
+        check_received_freed,
     ],
-    success="Right on 2, 3 and 4 ranks: the bytes of an all-gather, and never all of B on a rank.",
+    success="Right on 2, 3 and 5 ranks: the bytes of an all-gather, and never all of B on a rank.",
 )
 def _(size: int) -> Trial:
     M, K, N = _RING_SIZES
@@ -171,7 +173,7 @@ def _find_best_cuts(*case: int, cut_result: bool = False) -> dict[str, int]:
 # M, K, N, ranks
 _PRODUCTS = ((8192, 4096, 4096, 4), (4096, 4096, 16384, 4), (1024, 65536, 1024, 8))
 _PRODUCTS += ((512, 512, 512, 1), (100_000, 64, 64, 16), (64, 64, 100_000, 16))
-_PRODUCTS += ((1001, 30_011, 1003, 7),)
+_PRODUCTS += ((1001, 30_011, 1003, 7), (2048, 4096, 1024, 2), (4096, 1024, 1024, 2), (9, 9, 8, 8))
 add_cases(
     "my_way",
     _PRODUCTS,
@@ -182,5 +184,5 @@ add_cases(
         )
     },
     equal=lambda got, want: got in want,
-    success="Right for all 7 products: the largest matrix is the one to cut.",
+    success="Right for all 10 products: the smallest of the matrices is the one to keep whole.",
 )

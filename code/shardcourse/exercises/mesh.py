@@ -71,8 +71,8 @@ def _(answer: Any) -> str:
         raise WrongAnswer(f"The command refuses it: {error}") from None
     except SystemExit:  # the parser has already printed a message
         raise WrongAnswer(f"The command has no such options: {answer!r}.") from None
-    if (job.config.layers, job.config.hidden, job.config.heads) != (2, 64, 4):
-        raise WrongAnswer("Leave the model as it is: 2 layers of 64 with 4 heads.")
+    if (job.config, job.layout.global_batch) != (_parse_job([]).config, 8):
+        raise WrongAnswer("Leave the model and the batch as they are; choose degrees and stage.")
     if job.layout.world_size > _MAX_RANKS:
         raise WrongAnswer(f"That takes {job.layout.world_size} ranks; there are {_MAX_RANKS}.")
     held = _find_max_bytes(job)
@@ -177,13 +177,14 @@ add_cases(
     "my_mesh",
     (
         (_CONFIG, 8, 4, 100e6, 8),
-        (_CONFIG, 8, 2, 1.2e6, 8),
-        (_CONFIG, 16, 4, 0.8e6, 32),
+        (_CONFIG, 8, 2, 1.2e6, 16),
+        (_CONFIG, 16, 4, 0.5e6, 8),  # rank 0 is not the fullest
+        (_CONFIG, 6, 2, 2e6, 8),  # 3 and 6 do not divide the batch
         (_CONFIG, 8, 4, 1000, 8),
     ),
     _find_min_egress,
     call=_check_egress,
     equal=make_isclose(1e-9),
-    success="Right for 4 clusters; on one of them nothing fits.",
+    success="Right for 5 clusters; on one of them nothing fits.",
     explain=lambda job, got, want: f"This number of bytes leaves the nodes; right is {want}.",
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakValueDictionary
 
+import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -12,10 +14,15 @@ MessageBatch = list[tuple[str, int]]
 
 
 class MessageRecorder(TorchDispatchMode):
-    """Recorder of this rank's messages in the order they begin; a batch is one entry of the log."""
+    """Recorder of this rank's messages in the order they begin; a batch is one entry of the log.
+
+    received_bytes: what this rank received; held_bytes: the most of it that it held at once.
+    """
 
     def __enter__(self) -> MessageRecorder:
         self.log: list[MessageBatch] = []
+        self.received_bytes = self.held_bytes = 0
+        self._held: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
         self._batch_isend_irecv, self._in_batch = dist.batch_isend_irecv, False
         dist.batch_isend_irecv = self._record_batch
         return super().__enter__()
@@ -37,6 +44,12 @@ class MessageRecorder(TorchDispatchMode):
             if not self._in_batch:
                 self.log.append([])
             self.log[-1].append(("send" if "send" in str(func) else "recv", args[2]))
+            if "recv" in str(func):
+                storage = args[0][0].untyped_storage()
+                self._held[storage._cdata] = storage
+                self.received_bytes += args[0][0].nbytes
+                held = sum(one.nbytes() for one in self._held.values())
+                self.held_bytes = max(self.held_bytes, held)
         return func(*args, **(kwargs or {}))
 
 

@@ -50,7 +50,11 @@ add_cases(
     success="Right: 4 stages need 9 micro-batches to be 75 % busy, and 27 for 90 %.",
     mistakes={
         "That makes (p−1)/m the idle share; but the idle time is a share of the whole step, "
-        "m + p − 1 long.": lambda p, q: max(1, math.ceil(100 * (p - 1) / (100 - q)))
+        "m + p − 1 long.": lambda p, q: max(1, math.ceil(100 * (p - 1) / (100 - q))),
+        "That makes (p−1)/m the idle share, with floats; but the idle time is a share of the whole "
+        "step, m + p − 1 long.": lambda p, q: max(1, math.ceil((p - 1) / (1 - q / 100))),
+        "With p micro-batches a stage is busy for p/(2p−1) of the step, just over a half, whatever "
+        "`percent` is.": lambda p, q: p,
     },
 )
 
@@ -94,7 +98,7 @@ def _make_grid_inputs(copies: int, shards: int) -> tuple[Tensor, Tensor]:
     return x_CBH, torch.randn(_OUTPUTS * shards, _INPUTS, generator=generator)
 
 
-def _run_on_grid(answer: Callable[..., Any], copies: int, shards: int) -> Any:
+def _run_on_grid(answer: Callable[..., Any], _: dist.ProcessGroup, copies: int, shards: int) -> Any:
     copy, shard = divmod(dist.get_rank(), shards)
     tensor_group = data_group = None
     for c in range(copies):  # every rank creates all groups, in the same order

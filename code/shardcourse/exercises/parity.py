@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -125,23 +126,25 @@ def _list_dealt_rows(total: int, ranks_: int, rank: int) -> Tensor:
 
 @add_exercise("my_cut")
 def _(answer: Callable[..., Any]) -> str:
-    for total, n in ((16, 2), (24, 3), (16, 4)):
-        size, mine = total // n, _list_dealt_rows(total, n, n - 1)
-        case = f"size={size}, total={total}, first={n - 1}"
-        found = call_answer(lambda *a: list(answer(*a)), size, total, n - 1)
+    for total, n, first in ((16, 2, 1), (24, 3, 1), (16, 4, 3), (16, 4, 1)):
+        size, mine = total // n, _list_dealt_rows(total, n, first)
+        case = f"size={size}, total={total}, first={first}"
+        found = call_answer(lambda *a: list(answer(*a)), size, total, first)
         if not found:
             raise WrongAnswer(f"{case}: it proposes nothing.")
         if not any(x.equal(mine) for x in found):
-            raise WrongAnswer(f"{case}: rank {n - 1} holds the rows {mine.tolist()}: propose them.")
+            raise WrongAnswer(f"{case}: rank {first} holds the rows {mine.tolist()}: propose them.")
         if not found[0].equal(mine):
             raise WrongAnswer(
                 f"{case}: `first` is the likeliest part. Begin with it, then the rest."
             )
-        if sorted(torch.cat(found).tolist()) != list(range(total)):
-            raise WrongAnswer(f"{case}: together the ranks' parts should be every row once.")
+        order = [(first + i) % n for i in range(n)]
+        right = torch.cat([_list_dealt_rows(total, n, rank) for rank in order])
+        if not torch.cat(found).equal(right):
+            raise WrongAnswer(f"{case}: the parts should be those of ranks {order}, in this order.")
         whole = torch.randn(total, 3, generator=torch.Generator().manual_seed(n))
         with mock.patch.object(places, "CUTS", (*places.CUTS, answer)):
-            proposed = places.propose_places((size, 3), (total, 3), n - 1)
+            proposed = places.propose_places((size, 3), (total, 3), first)
             if not any(place.take_from(whole).equal(whole[mine]) for place in proposed):
                 raise WrongAnswer(f"{case}: as a row of CUTS it does not find the part.")
     return "Right on 2, 3 and 4 ranks, and as a row of parity's CUTS it finds the parts."
@@ -150,11 +153,24 @@ def _(answer: Callable[..., Any]) -> str:
 # Programs that the reader writes.
 
 
+def _watch_rows(watch: Callable[..., Any], model: nn.Module, *more: Any) -> Any:
+    """Watch the model; its forward refuses more rows than this rank's share of a batch."""
+
+    def check_rows(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        rows, share = len(args[0]), 8 // dist.get_world_size()
+        if rows > share:
+            raise ValueError(f"rows={rows}: must be {share}, this rank's share of the batch")
+
+    model.register_forward_pre_hook(check_rows)
+    return watch(model, *more)
+
+
 @add_exercise("my_program")
 def _(answer: Callable[..., Any]) -> str:
     for size in (2, 4):
         try:
-            report = parity.check(train_one_process, answer, ranks=size, draws=1)
+            program = lambda watch: answer(partial(_watch_rows, watch))  # noqa: E731
+            report = parity.check(train_one_process, program, ranks=size, draws=1)
         except ValueError as error:
             raise WrongAnswer(str(error)) from None
         except ranks.RankError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -118,15 +119,15 @@ def _flatten_gradient(part: nn.Module) -> Tensor | None:
     return torch.cat([gradient.flatten() for gradient in found]) if found else None
 
 
-def _send_acked(tensor: Tensor, peer: int) -> None:
-    ranks.isend(tensor.detach(), peer).wait()
-    ranks.irecv(torch.empty(1, device=tensor.device), peer).wait()
+def _send_acked(group: dist.ProcessGroup, tensor: Tensor, peer: int) -> None:
+    ranks.isend(tensor.detach(), peer, group).wait()
+    ranks.irecv(torch.empty(1, device=tensor.device), peer, group).wait()
 
 
-def _receive_acked(like: Tensor, peer: int) -> Tensor:
+def _receive_acked(group: dist.ProcessGroup, like: Tensor, peer: int) -> Tensor:
     tensor = torch.empty_like(like, requires_grad=False)
-    ranks.irecv(tensor, peer).wait()
-    ranks.isend(torch.ones(1, device=tensor.device), peer).wait()
+    ranks.irecv(tensor, peer, group).wait()
+    ranks.isend(torch.ones(1, device=tensor.device), peer, group).wait()
     return tensor
 
 
@@ -138,13 +139,16 @@ def _record_passes(part: nn.Module) -> list[str]:
     return done
 
 
-def _run_1f1b(answer: Callable[..., Any], size: int, m: int) -> tuple[Any, ...]:
+def _run_1f1b(
+    answer: Callable[..., Any], group: dist.ProcessGroup, size: int, m: int
+) -> tuple[Any, ...]:
     """Return the gradient of a stage's part, the most micro-batches in flight on it, and m."""
     stage, device = dist.get_rank(), ranks.device()
     parts, x_BH, y_BH = _make_job(size)
     part = parts[stage].to(device)
     done = _record_passes(part)
-    answer(part, x_BH.to(device), y_BH.to(device), m, stage, size, _send_acked, _receive_acked)
+    calls = partial(_send_acked, group), partial(_receive_acked, group)
+    answer(part, x_BH.to(device), y_BH.to(device), m, stage, size, *calls)
     if (gradient := _flatten_gradient(part)) is None:
         raise WrongAnswer(f"The part of rank {stage} has no gradient: it never went backward.")
     held = accumulate(1 if kind == "F" else -1 for kind in done)

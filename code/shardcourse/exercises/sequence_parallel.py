@@ -72,7 +72,9 @@ def _make_inputs(rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
 
 
-def _run_column_parallel(answer: Callable[..., Any], size: int) -> tuple[Any, ...]:
+def _run_column_parallel(
+    answer: Callable[..., Any], group: dist.ProcessGroup, size: int
+) -> tuple[Any, ...]:
     """Return the output, both gradients, and the largest storage saved for backward in bytes."""
     x_BsH, w_HF, factor = _make_inputs(dist.get_rank(), size)
     kept = [0]
@@ -82,7 +84,7 @@ def _run_column_parallel(answer: Callable[..., Any], size: int) -> tuple[Any, ..
         return x
 
     with saved_tensors_hooks(record_saved, lambda x: x):
-        found = compute_gradients(answer, (x_BsH, w_HF), factor)
+        found = compute_gradients(answer, (x_BsH, w_HF), factor, group)
     return *found, max(kept)
 
 

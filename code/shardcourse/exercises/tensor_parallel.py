@@ -89,12 +89,14 @@ def _(answer: Callable[..., Any]) -> str:
     return "Right: the parts of 2 and of 4 ranks add up to the whole network."
 
 
-def _run_gated_ffn(answer: Callable[..., Any], size: int) -> tuple[Any, ...]:
+def _run_gated_ffn(
+    answer: Callable[..., Any], group: dist.ProcessGroup, size: int
+) -> tuple[Any, ...]:
     own = _shard_slice(dist.get_rank(), size)
     network = {name: tensor.to(ranks.device()) for name, tensor in _make_network(size).items()}
     gate, up, down = network["gate_FH"][own], network["up_FH"][own], network["down_HF"][:, own]
     given = network["x_BSH"], gate, up, down, network["bias_H"]
-    y, dx, _, dup, _, dbias = compute_gradients(answer, given, network["dy_BSH"])
+    y, dx, _, dup, _, dbias = compute_gradients(answer, given, network["dy_BSH"], group)
     return y, dx, dup, dbias
 
 
@@ -207,11 +209,13 @@ add_cases(
     "my_degree",
     (  # model, bytes of memory, GPUs of a node; the right degree
         ((_LLAMA, 80e9, 8), 4, ""),
+        ((_LLAMA, 55e9, 8), 4, "The peak is that of a GPU."),
         ((_SMALL, 3e9, 8), 3, ""),
         ((replace(_SMALL, kv_heads=4), 3e9, 8), 4, ""),
         ((_LLAMA, 40e9, 4), None, ""),
         ((PRESETS["gpt-2"], 2e9, 8), None, ""),
         ((_LLAMA, 24e9, 32), None, ""),
+        ((replace(_SMALL, kv_heads=4, ffn=6150), 3e9, 8), None, ""),
     ),
-    success="Right for 6 jobs; for some of them no degree will do.",
+    success="Right for 8 jobs; for some of them no degree will do.",
 )

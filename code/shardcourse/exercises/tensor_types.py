@@ -12,7 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardcourse.exercises import WrongAnswer, add_exercise
-from shardcourse.exercises.forms import add_blanks, add_cases, compute_gradients, run_answer
+from shardcourse.exercises.forms import (
+    add_blanks,
+    add_cases,
+    compute_gradients,
+    create_group,
+    run_answer,
+)
 from shardlab import ranks
 from shardlab import tensor_types as tt
 from shardlab.tensor_types.adjoint import find_contradictions
@@ -43,9 +49,11 @@ _ADDENDS_HINT = (
 
 def _check_operator(answer: Callable[..., Any]) -> Any:
     """Return the contradictions of V -> R on a rank, and whether V -> I holds instead."""
-    group = dist.group.WORLD
     x = torch.ones(2, 3, dtype=torch.float64, device=ranks.device(), requires_grad=True)
-    y = answer(x, group)
+    with create_group() as group:
+        y = answer(x, group)
+        if isinstance(y, Tensor) and y.requires_grad:
+            y.sum().backward()
     if not isinstance(y, Tensor) or not y.requires_grad:
         return (
             "Its result gets no gradient: collectives are invisible to autograd. Write a "
@@ -111,9 +119,10 @@ def _make_shards(group: dist.ProcessGroup) -> dict[str, Tensor]:
 
 
 def _run_network(answer: Callable[..., Any]) -> Any:
-    made = _make_shards(dist.group.WORLD)
-    dy = made.pop("dy")
-    y, *gradients = compute_gradients(answer, list(made.values()), dy)
+    with create_group() as group:
+        made = _make_shards(group)
+        dy = made.pop("dy")
+        y, *gradients = compute_gradients(answer, list(made.values()), dy, group)
     if not isinstance(y, Tensor) or y.shape != dy.shape or not y.requires_grad:
         raise WrongAnswer("The result should be a tensor of x's shape that requires a gradient.")
     return y.detach(), dict(zip(made, gradients, strict=True))

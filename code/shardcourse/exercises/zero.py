@@ -55,15 +55,15 @@ def _make_grad(rank: int, step: int) -> Tensor:
     return torch.randn(_ELEMENTS, generator=generator).bfloat16()
 
 
-def _run_mixed_steps(answer: Callable[..., Any], size: int) -> Tensor:
+def _run_mixed_steps(answer: Callable[..., Any], group: dist.ProcessGroup, size: int) -> Tensor:
     """Return the weights and all ranks' masters that the answer leaves on this rank, in float32."""
     weights = torch.ones(_ELEMENTS, dtype=torch.bfloat16)
     master, moment = torch.ones(_ELEMENTS // size), torch.zeros(_ELEMENTS // size)
     for step in range(_STEPS):
         gradient = _make_grad(dist.get_rank(), step)
-        answer(weights, gradient, master, moment, _LR, _DECAY, dist.group.WORLD)
+        answer(weights, gradient, master, moment, _LR, _DECAY, group)
     masters = [torch.empty_like(master) for _ in range(size)]
-    dist.all_gather(masters, master)
+    dist.all_gather(masters, master, group)
     return _accept_rounding(torch.cat([weights.float(), *masters]), _train_alone(size))
 
 

@@ -38,14 +38,10 @@ _Losses = list[tuple[float, int]]  # by rank of a group: sum of its losses, thei
 
 
 def _run_mean(answer: Callable[..., Any], _: dist.ProcessGroup, *groups: _Losses) -> Any:
-    begin, rank = 0, dist.get_rank()
-    for losses in groups:  # all ranks must create all groups, also those of other ranks
-        members = list(range(begin, begin + len(losses)))
-        group = dist.new_group(members)
-        if rank in members:
-            mine = *losses[rank - begin], group
-        begin += len(losses)
-    return answer(*mine)
+    ranks_left = iter(range(dist.get_world_size()))
+    members = [list(itertools.islice(ranks_left, len(losses))) for losses in groups]
+    group = dist.new_subgroups_by_enumeration(members)[0]
+    return answer(*sum(groups, [])[dist.get_rank()], group)
 
 
 @add_trials(

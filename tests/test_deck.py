@@ -67,6 +67,20 @@ def test_code_comes_before_what_it_printed_and_long_code_stays_on_the_page():
     assert told.kind == "text" and "says enough" in told.body and "x4" not in told.body
 
 
+def test_a_claim_s_verdict_comes_with_the_next_step_without_what_stands_elsewhere():
+    said = (
+        "<p>The cell above counts it. A fifth is left, not a tenth (row 2).\nIt stays below 1.</p>"
+    )
+    title = '<p class="admonition-title">Only if it fits: “so it is”</p>'
+    (_, made) = make_deck(f'<h2>One</h2><div class="admonition checked">{title}{said}</div>')
+    shown, answer = made.body.split('<p class="ask">')
+    assert "“so it is”" in shown and "Only if" not in shown and "fragment" in answer
+    reasons = (
+        "<strong>Only if it fits.</strong> A fifth is left, not a tenth. It stays below 1.</p>"
+    )
+    assert answer.endswith(reasons)
+
+
 def test_tags_overrule_the_rule():
     both = f"{TABLE}<p>Something else stands between.</p>{{}}"
     (_, *made) = make_deck(f"<h2>One</h2>{both.format(make_cell(5))}")
@@ -76,6 +90,8 @@ def test_tags_overrule_the_rule():
     many = [f"<h2>Number {n}</h2>{TABLE}" for n in range(40)]
     tagged = make_deck(*many, f"<h2>One</h2>{TABLE}{make_cell(5, 'tag_slide')}")
     assert "code" in [s.kind for s in tagged]
+    (_, *made) = make_deck(f"<h2>One</h2>{TABLE}{make_cell(5, 'tag_slide')}")
+    assert [slide.kind for slide in made] == ["table", "code"]  # no tag displaces the table
 
 
 def test_a_deck_has_at_most_so_many_slides_and_its_notes_all_of_the_prose():

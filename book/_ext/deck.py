@@ -35,7 +35,8 @@ _FONT = re.compile(r"font(?:-size)?:[^;]*?([\d.]+)px")  # font size in a style o
 _POINTER = re.compile(  # words for what stands elsewhere on the page
     r"\b(?:the|this|these|next|last|first|second|third|fourth|previous|following|folded) "
     r"(?:cell|table|picture|figure|row|column)s?\b|\brows? \d|\b(?:look|see) here\b|:$"
-    r"|\b(?:above|below)(?=[,.;:)]|$)|\b(?:above|below) shows?\b|^(?:Above|Below)\b",
+    r"|\b(?:above|below)(?=[,.;:)]|$)|\b(?:above|below) (?:shows?|is|are)\b|^(?:Above|Below)\b"
+    r"|\b(?:none|each|all) of these\b",
     re.IGNORECASE,
 )
 _SKIPPED_SECTIONS = ("Exercises", "Summary", "Further reading")
@@ -105,10 +106,12 @@ def list_children(tag: Tag) -> list[Tag]:
 
 
 def drop_pointers(html: str) -> str:
-    """Leave out the sentences of a paragraph that point at something which is not on the slide."""
+    """Return the sentences of a paragraph that fit on a slide and point at nothing outside it."""
     html = re.sub(r"\s*\([^()]*\)", lambda m: "" if _POINTER.search(m[0]) else m[0], html)
-    sentences = re.split(r"(?<=[.?!:])\s+(?=[A-Z<])", html)
-    kept = [one for one in sentences if not _POINTER.search(strip_tags(one))]
+    kept, left = [], MAX_PARAGRAPH_CHARS
+    for one in re.split(r"(?<=[.?!])\s+(?=[A-Z<])", html):
+        if not _POINTER.search(strip_tags(one)) and (left := left - len(strip_tags(one)) - 1) >= 0:
+            kept.append(one)
     return " ".join(kept)
 
 
@@ -379,8 +382,7 @@ def render_claim(block: Block, high: float) -> str:
     """Return a claim as a question, true or false; verdict and reasons appear in the next step."""
     verdict, _, claim = block.title.partition(": ")
     reasons = (drop_pointers(get_inner_html(p)) for p in block.tag.select("p"))
-    short = (one for one in reasons if 0 < len(strip_tags(one)) <= MAX_PARAGRAPH_CHARS)
-    answer = f"<strong>{verdict}.</strong> {next(short, '')}".strip()
+    answer = f"<strong>{verdict}.</strong> {next(filter(None, reasons), '')}".strip()
     later = f'<p class="claim fragment" data-fragment-index="0">{answer}</p>'
     return f'<p class="quote">{claim}</p><p class="ask">True, or false?</p>{later}'
 
@@ -441,7 +443,7 @@ def make_candidates(section: Section) -> list[Slide]:
 def select_slides(sections: list[Section], most: int) -> list[list[Slide]]:
     """Select the slides of each section, `most` in all."""
     every = list(map(make_candidates, sections))
-    taken: list[list[Slide]] = [[] for _ in sections]
+    taken = [[slide for slide in mine if slide.rank < 0] for mine in every]  # by their cells' tag
     while (many := sum(map(len, taken))) < most:
         worst = _LAST_RANK if many >= MIN_SLIDES else _LAST_RANK + 1
         rest = [[one for one in mine if one not in taken[n] and one.rank < worst]
@@ -450,9 +452,11 @@ def select_slides(sections: list[Section], most: int) -> list[list[Slide]]:
         if not able:
             break
         # First slides of all sections come before second ones, then longer sections come first.
-        n = max(able, key=lambda n: (not taken[n], sections[n].seconds / (1 + len(taken[n]))))
+        n = max(able, key=lambda n: (
+            all(slide.rank < 0 for slide in taken[n]), sections[n].seconds / (1 + len(taken[n]))
+        ))  # fmt: skip
         kinds = {slide.kind for slide in taken[n]}
-        taken[n].append(min(rest[n], key=lambda one: (one.rank >= 0, one.kind in kinds, one.rank)))
+        taken[n].append(min(rest[n], key=lambda one: (one.kind in kinds, one.rank)))
     return [sorted(mine, key=lambda one: one.place) for mine in taken]
 
 

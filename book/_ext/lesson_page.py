@@ -355,6 +355,9 @@ def format_exercise_titles(body: BeautifulSoup) -> None:
     for title in body.select(".exercise > .admonition-title, .solution > .admonition-title"):
         for number in title.select(".caption-number"):
             number.string = number.get_text().rstrip()
+        for link in title.select("a"):  # a solution's title
+            link.insert_before(" ")
+            link.contents[0].replace_with(link.contents[0].lstrip())
         opening = next(text for text in title.find_all(string=True) if "(" in text)
         opening.replace_with(re.sub(r"\s*\(", ": ", opening, count=1))
         last = title.find_all(string=True)[-1]
@@ -369,5 +372,5 @@ _VALUE = re.compile(  # places in a table's cell where no line may end
 
 def keep_values_whole(body: BeautifulSoup) -> None:
     """Put no-break spaces into the values of tables: "14 h 46 min", "9:15 to 10:30", "40 %"."""
-    for text in [text for cell in body.select("td") for text in cell.find_all(string=_VALUE)]:
+    for text in [text for cell in body.select("td, th") for text in cell.find_all(string=_VALUE)]:
         text.replace_with(_VALUE.sub("\N{NO-BREAK SPACE}", text))

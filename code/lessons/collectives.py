@@ -950,7 +950,7 @@ show.figure(
 # ````{admonition} Only if the tensor is large: "the ring is the fastest all-reduce"
 # :class: checked
 #
-# Only for large tensors. At 16 KiB the prediction is 20.7 ms for the tree and 30.2 ms for the ring; the tree wins in the measurement, too (the picture above).
+# At 16 KiB the prediction is 20.7 ms for the tree and 30.2 ms for the ring; the tree wins in the measurement, too (the picture above).
 # The crossing at 400 kB is a prediction. The measurement shows only that the tree wins at the left end of the picture, and the ring at the right end.
 # ````
 #

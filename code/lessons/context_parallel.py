@@ -593,7 +593,7 @@ show.table(
 # `````{admonition} Only if there are as many key-value heads as query heads: "the all-to-all always sends less than the ring"
 # :class: checked
 #
-# Yes, with as many key-value heads as query heads. With fewer key-value heads the ring sends fewer bytes: here, with 2 instead of 16, the ring sends less than the all-to-all on 2 and 4 ranks (rows 4 and 5 of the table).
+# With fewer key-value heads the ring sends fewer bytes: here, with 2 instead of 16, the ring sends less than the all-to-all on 2 and 4 ranks (rows 4 and 5 of the table).
 # And the ring sends while attention computes; attention has to wait for the all-to-all.
 # `````
 #

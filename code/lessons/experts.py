@@ -436,7 +436,6 @@ show.table(rows, head)
 # `````{admonition} Only if experts have no capacity: "a causal model with experts is causal"
 # :class: checked
 #
-# A model with a capacity is not causal.
 # First choices get places before second choices, so a *later* token's first choice can take the place of an earlier token's second choice.
 # The next cell changes the last tokens of a sequence, and checks whether the first tokens' logits change.
 # `````

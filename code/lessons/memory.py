@@ -350,7 +350,6 @@ assert memory.bytes_per_parameter("bf16") == 16  # ZeRO's paper
 assert memory.bytes_per_parameter(wide) == 18  # Hugging Face
 assert memory.megatron_bytes(wide, 1, distributed=False) == 18
 assert memory.megatron_bytes("fp16", 1, distributed=False) == 20
-print("16, 18, 18 and 20 bytes a parameter: shardlab.memory counts the same")
 
 # %% [markdown]
 # ````{admonition} False: "GB and GiB are the same thing"

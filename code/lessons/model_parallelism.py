@@ -302,7 +302,6 @@ beside_one_process("data parallel", data_parallel)
 # `````{admonition} Only if gradients are sent during backward: "N GPUs train N times as fast"
 # :class: checked
 #
-# They do as long as the gradients can be sent during backward.
 # With more GPUs backward is shorter, but gradients are as large as before.
 # `````
 

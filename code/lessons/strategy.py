@@ -658,8 +658,8 @@ show.table(rows, ["job", "if", "the fastest is", "the first choice takes longer 
 run_cli("strategy plan --model llama-3-70b --gpu h100 --gpus 64 --profile torchtitan --top 3")
 
 # %% [markdown]
-# Below the table the command lists what it searched: for example context ranks (for sequences of at least 8,192 tokens), unequal stages and chunks, recomputation of single operators.
-# It also lists what it did not search, and warns where little memory is free or the MFU is low.
+# The command also searches context ranks (for sequences of at least 8,192 tokens), unequal stages and chunks, and recomputation of single operators; `--json` lists what it did not search, and why.
+# Below the table it warns where little memory is free or the MFU is low.
 # `--layout` predicts one given layout, for instance from a paper.
 # With Megatron's constants, Llama 3 405B on 16,384 GPUs is predicted at 44 % MFU; the real job had 41 % {cite}`dubey2024llama3`.
 # The job ran in 80 GiB; the prediction is 92 GB, or 80 GB if gradients are sharded as well.

@@ -405,7 +405,7 @@ show.table(
 # ````{admonition} Only if the first gradient is sharded: "GradScaler knows DTensors, so all ranks decide alike"
 # :class: checked
 #
-# This holds only if the *first* gradient is sharded: its placement decides how the overflow flag is reduced (torch 2.13, November 2026).
+# The placement of the *first* gradient decides how the overflow flag is reduced (torch 2.13, November 2026).
 # With a replicated gradient before a sharded one, as in tensor parallelism, one rank's scale became 512 and the other's stayed at 1,024. A mix of DTensors and plain tensors raises an error.
 # ````
 

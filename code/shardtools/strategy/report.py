@@ -106,7 +106,7 @@ def format_plan(name: str, plan: Plan, top: int, tokens: float | None = None) ->
         f"{_describe_guesses(plan.rates)}",
         *["", *align_columns(table), ""],
         *[explain_first(plan), *describe_offload(plan, best)],
-        *[summarize_rejections(plan), describe_coverage(plan)],
+        summarize_rejections(plan),
         *(f"Warning: {words}." for words in list_warnings(plan, best)),
     ]
     return "\n".join(lines)
@@ -182,14 +182,6 @@ def summarize_rejections(plan: Plan) -> str:
     words = [f"Of {tried:,} layouts {len(plan.feasible):,} fit."]
     words += [f"{n:,} ruled out: {reason}." for reason, n in plan.rejections.most_common(4)]
     return " ".join(words)
-
-
-def describe_coverage(plan: Plan) -> str:
-    """Say which parts of the search space were searched, and why others were not."""
-    coverage = plan.search_coverage.items()
-    searched = ", ".join(name for name, why in coverage if not why)
-    skipped = "; ".join(f"{name} ({why})" for name, why in coverage if why)
-    return f"Searched: {searched}. Not searched: {skipped}."
 
 
 def list_warnings(plan: Plan, candidate: Candidate) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -45,23 +44,21 @@ def test_a_bad_entry_is_named(small: Path, place: int, change: dict, says: str) 
         index.read_index(small)
 
 
-def test_what_is_out_of_step_is_named(root: Path, small: Path, monkeypatch, capsys) -> None:
+def test_what_is_out_of_step_is_named(small: Path, monkeypatch, capsys) -> None:
     (small / index.TOPICS_FILE).write_text(yaml.safe_dump(make_course()))
-    (small / "figures").mkdir()
-    shutil.copy(root / "figures/index.py", small / "figures")
     mark = "<!-- topics: {} -->\n<!-- end -->\n"
     (small / "_toc.yml").write_text("")
     (small / "README.md").write_text("before\n" + mark.format("lessons") + "after\n")
-    (small / "book/index.md").write_text(mark.format("map"))
-    with pytest.raises(ValueError, match="index.md: add the lines <!-- topics: table --> … <!-- e"):
+    (small / "book/index.md").write_text(mark.format("begin"))
+    with pytest.raises(ValueError, match="index.md: add the lines <!-- topics: map --> … <!-- end"):
         index.generate_files(small)
-    (small / "book/index.md").write_text(mark.format("map") + mark.format("table"))
+    (small / "book/index.md").write_text(mark.format("begin") + mark.format("map"))
 
     monkeypatch.chdir(small)
     assert __main__.main(["pairs", "--check"]) == 1
     told = capsys.readouterr().out
     assert "_toc.yml differs from its source: run `make pairs`" in told
-    assert "figures/index_map.svg differs" in told
+    assert "book/index.md differs" in told
     assert __main__.main(["pairs"]) == __main__.main(["pairs", "--check"]) == 0
     text = (small / "README.md").read_text()
     assert text.startswith("before\n<!-- ") and text.endswith(" -->\nafter\n")

@@ -79,7 +79,7 @@ def test_the_build_executes_such_a_page_when_what_it_reaches_changes(book: Book)
     assert book.executed_lessons == ["book/questions", "small"]
     page = book.read_page("book/questions")
     assert "the answer is 42 beside it" in page
-    assert "lesson-outputs" not in page  # only lessons have a line under the title
+    assert "lesson-outputs" not in page  # only lessons say where outputs come from
     assert page.count("<details") == page.count("</details>") == 1
     assert page.index("<details") < page.index("the answer is 42") < page.index("</details>")
 

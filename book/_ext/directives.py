@@ -23,8 +23,8 @@ of a row's first cell, `column` a column's head: the answer is read from the tab
     How many GB does a rank of 64 hold in stage 1?
     ```
 
-A quiz before and after a part asks about common mistakes: `{quiz} NAME`, from book/quizzes.yml. A
-choice that is opened says why it is right or wrong (static/quiz.js).
+A quiz on a part asks about common mistakes: `{quiz} NAME`, from book/quizzes.yml. A choice that is
+opened says why it is right or wrong (static/quiz.js).
 """
 
 from __future__ import annotations

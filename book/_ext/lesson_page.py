@@ -1,5 +1,5 @@
-"""Additions to a lesson's page: prerequisites, origin of its outputs, downloads, next pages, the
-table of all executions; and numbers of exercises.
+"""Additions to a lesson's page: the line under its title, stops of paths, next pages, origin of its
+outputs, downloads; the table of all executions; and numbers of exercises.
 
 The lines under the title and at the end are added to the finished page, not to the document: in the
 document they would show in the search index and in previews.
@@ -43,11 +43,11 @@ _SUFFIXES = (  # suffix of a file; text of the link; description of the file
     (EXERCISES_SUFFIX, "exercises", "a notebook of the exercises, with checks, without solutions"),
 )
 _EXERCISE_TYPE = "exercise"  # type of the exercises in Sphinx's table of numbers
+OUTPUTS_ANCHOR = "outputs-and-downloads"
 # Hidden, since the switch does nothing without reading.js: that script shows it.
 FOLD_SWITCH = (
-    '<p class="open-folds" hidden><button type="button" aria-pressed="false">'
-    "Open all folded code</button> Code that checks, tabulates or draws is folded under a line "
-    "that says what it does.</p>"
+    ' <span class="open-folds" hidden><button type="button" aria-pressed="false">'
+    "Open all folded code</button></span>"
 )
 
 
@@ -95,7 +95,7 @@ def describe_origin(state: dict[str, Any]) -> str:
 
 
 def render_origin(app: Sphinx, docname: str, body: BeautifulSoup, context: dict[str, Any]) -> str:
-    """Return the line on a lesson's outputs, its downloads, and the switch for folded code."""
+    """Return the paragraph on a lesson's outputs and its downloads, for the page's end."""
     state = app.env.lesson_outputs[docname]
     topic, to = docname.removeprefix("lessons/"), context["pathto"]
     downloads = " ".join(
@@ -111,9 +111,8 @@ def render_origin(app: Sphinx, docname: str, body: BeautifulSoup, context: dict[
     text = f'{escape(describe_origin(state))} <a href="{to(EXECUTIONS_PAGE)}">'
     text += "How each page was executed</a>."
     return (
-        f'<p class="lesson-outputs" data-how="{state["how"]}">{text}'
+        f'<p class="lesson-outputs" id="{OUTPUTS_ANCHOR}" data-how="{state["how"]}">{text}'
         f'<span class="lesson-downloads">Download: {downloads}. {slides}</span></p>'
-        f"{FOLD_SWITCH if body.find(class_='tag_hide-input') else ''}"
     )
 
 
@@ -122,8 +121,10 @@ def read_course_index(app: Sphinx) -> None:
     app.course = index.read_index(Path(app.srcdir))
 
 
-def render_prerequisites(app: Sphinx, docname: str) -> str:
-    """Return a lesson's prerequisites and reading time, for below its title; "" for other pages."""
+def render_head(app: Sphinx, docname: str, body: BeautifulSoup | None = None) -> str:
+    """Return a lesson's line below its title: minutes, prerequisites, the switch for folded code
+    and a link to the downloads; "" for other pages.
+    """
     topics = app.course.topics
     topic = topics.get(docname.removeprefix("lessons/"))
     if not topic:
@@ -134,22 +135,19 @@ def render_prerequisites(app: Sphinx, docname: str) -> str:
         return f'<a href="{address}">{escape(topics[name].title)}</a>'
 
     page = app.course.pages[topic.topic]
-    time = f"{page.rounded_minutes} minutes to read"
+    first, whole = paths.round_to_five(page.first_reading_minutes), page.rounded_minutes
+    time = f"{first} minutes to read"
     if app.course.learning_paths:
         address = app.builder.get_relative_uri(docname, "book/paths")
         time = f'<a href="{address}#how-minutes-are-made">{time}</a>'
-    if page.later:
-        skippable = page.rounded_minutes - paths.round_to_five(page.first_reading_minutes)
-        ids = [nodes.make_id(page.find_section_tree(name)[0].title) for name in page.later]
-        links = [
-            f'<a href="#{i}">{escape(words)}</a>'
-            for i, words in zip(ids, page.later.values(), strict=True)
-        ]
-        amount, sections = f"{skippable} of them", index.join_words(links)
-        wait = "can wait for a second reading"
-        time += f" ({amount} {wait}: {sections})" if skippable > 0 else f" ({sections} {wait})"
+    time += f" ({whole} with what can wait)" if whole > first else ""
     time += f", {topic.exercises} for the exercises" if topic.exercises else ""
-    return f'<p class="lesson-assumes">{index.format_prerequisites(topic, make_link)} {time}.</p>'
+    head = f"{time}. {index.format_prerequisites(topic, make_link)}"
+    if docname in app.env.lesson_outputs:
+        head += f' <a href="#{OUTPUTS_ANCHOR}">Notebook, script, slides</a>.'
+    if body and body.find(class_="tag_hide-input"):
+        head += FOLD_SWITCH
+    return f'<p class="lesson-head">{head}</p>'
 
 
 def render_skip_notes(app: Sphinx, docname: str) -> dict[str, str]:
@@ -195,6 +193,35 @@ def render_next_pages(app: Sphinx, docname: str) -> str:
     )
 
 
+def render_path_stops(app: Sphinx, docname: str) -> dict[str, str]:
+    """Return the note for each section where a path leaves the page or skips a section, by the
+    section's id.
+    """
+    followers: dict[str, dict[str, list[str]]] = {}  # section -> what is next -> paths
+    for path, title, exercises, after in paths.list_exits(app.course.learning_paths, docname):
+        goals = [f"exercise{'s' * (len(exercises) > 1)} {index.join_words(exercises)}"] * bool(
+            exercises
+        )
+        if after:
+            address = app.builder.get_relative_uri(docname, after[0].docname)
+            address += f"#{nodes.make_id(after[1])}" * bool(after[1])
+            here = after[0].docname == docname
+            words = after[1] if here else ": ".join(filter(None, [after[0].title, after[1]]))
+            goals.append(f'<a href="{address}">{escape(words.replace("`", ""))}</a>')
+        goal = ", then ".join(goals) or "nothing, this was the last"
+        section = followers.setdefault(nodes.make_id(title), {})
+        section.setdefault(goal, []).append(f"<em>{escape(path.title)}</em>")
+
+    def render_line(goal: str, titles: list[str]) -> str:
+        noun = "path" if len(titles) == 1 else "paths"
+        return f"On the {noun} {index.join_words(titles)}: stop here, next: {goal}."
+
+    return {
+        section: f'<p class="path-stop">{" ".join(render_line(*one) for one in goals.items())}</p>'
+        for section, goals in followers.items()
+    }
+
+
 def list_segments(app: Sphinx, docname: str) -> list[tuple[str, paths.Segment]]:
     """Return the paths that read a page, each with the segment that it reads of the page."""
     every = [
@@ -208,30 +235,34 @@ def find_changed_pages(app: Sphinx) -> list[str]:
     docnames = app.env.found_docs
     now = {}
     for name in docnames:
-        texts = [render_prerequisites(app, name), *render_skip_notes(app, name).values()]
-        texts += [render_next_pages(app, name), repr(list_segments(app, name))]
+        texts = [render_head(app, name), *render_skip_notes(app, name).values()]
+        texts += [*render_path_stops(app, name).values(), render_next_pages(app, name)]
+        texts += [repr(list_segments(app, name))]
         now[name] = "".join(texts)
     before, app.env.around_pages = getattr(app.env, "around_pages", {}), now
     return [docname for docname in docnames if before.get(docname, now[docname]) != now[docname]]
 
 
 def add_page_notes(app: Sphinx, docname: str, body: BeautifulSoup, context: dict) -> None:
-    """Add prerequisites and outputs under a page's title, the next pages at its end, and notes
-    under the headings of sections that a first reading can skip.
+    """Add the line under a lesson's title, the next pages and the outputs at its end, and notes
+    to the sections that a first reading can skip and to those where a path leaves the page.
     """
 
     parse_html = partial(BeautifulSoup, features="html.parser")
     for section, note in render_skip_notes(app, docname).items():
         body.find("section", id=section).find(["h2", "h3"]).insert_after(parse_html(note))
-    head = render_prerequisites(app, docname)
+    for section, note in render_path_stops(app, docname).items():
+        body.find("section", id=section).append(parse_html(note))
+    for link in body.select(".lesson-map li a"):
+        link["title"] = app.course.topics[Path(link["href"]).stem].able
+    if body.h1 and (head := render_head(app, docname, body)):
+        body.h1.insert_after(parse_html(head))
+    body.append(parse_html(render_next_pages(app, docname)))
     if docname in app.env.lesson_outputs:
-        head += render_origin(app, docname, body, context)
+        body.append(parse_html(render_origin(app, docname, body, context)))
         # sphinx-exercise gives the same id to the content of every exercise of a page.
         for one in body.select("#exercise-content, #solution-content"):
             del one["id"]
-    if body.h1 and head:
-        body.h1.insert_after(parse_html(head))
-    body.append(parse_html(render_next_pages(app, docname)))
 
 
 def skip_extra_pages(app: Sphinx, pagename: str, context: dict[str, Any]) -> None:

@@ -17,18 +17,17 @@
 #
 # After this lesson you can
 #
-# - save a sharded run on four ranks, resume it on two or on one, and show that only rounding differs;
-# - say what a checkpoint must hold besides the weights, and what happens if a part is missing;
-# - save so that the last good checkpoint survives a kill at any moment, and that loading detects damaged files;
-# - compute how often to save, how many bytes a save writes, and what saving in the background gains;
-# - load a model from Hugging Face's hub into any layout, and write it back unchanged.
+# - save a sharded run on four ranks, and resume it on two or on one;
+# - say what a checkpoint must hold besides the weights;
+# - save so that the last good checkpoint survives a kill at any moment;
+# - compute how often to save, and what saving in the background gains;
+# - load a model from Hugging Face's hub into any layout, and write it back.
 #
-# Most models here are sharded by `fully_shard`, PyTorch's ZeRO-3: each rank holds some rows of every weight, its *shard*.
-#
-# A job saves with PyTorch's `torch.distributed.checkpoint` into one folder, over the last checkpoint, and is killed while it writes.
-# The folder then loads without an error.
-# Half of its weights are from step 100, half from step 200.
+# A job saves with PyTorch's `torch.distributed.checkpoint` over its last checkpoint, and is killed while it writes.
+# The folder then loads without an error: half of its weights are from step 100, half from step 200.
 # [Below](#one-folder-for-all-saves) you reproduce this accident, and prevent it with one rename.
+#
+# ## Mean time between failures
 
 # %% tags=["hide-input"]
 # Imports, and the small models that the cells train
@@ -158,7 +157,7 @@ def flip_bit(path):
 
 
 # %% [markdown]
-# ## Mean time between failures
+# Most models of this page are sharded by `fully_shard`, PyTorch's ZeRO-3: each rank holds some rows of every weight, its *shard*.
 #
 # Llama 3's largest model trained on 16,384 GPUs.
 # In 54 days there were 419 unplanned interruptions {cite}`dubey2024llama3` (section 3.3.4).

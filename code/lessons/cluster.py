@@ -24,11 +24,9 @@
 # - check the nodes before a job, with one command.
 #
 # You have a script that trains on one GPU, and an account on a cluster.
-# The cluster's machines are *nodes*. You log in to one of them, the *login node*; the nodes with GPUs are the *compute nodes*.
-# You start no programs on compute nodes yourself. You submit a *job* (a program, numbers of nodes and GPUs, a time limit) to the *scheduler*.
-# The scheduler starts the job when enough nodes are free. This page uses Slurm; [PBS and Kubernetes](#the-same-job-under-pbs-and-kubernetes) follow near the end.
+# `nvidia-smi` shows 100 % for a GPU that computes, and for one that waits for another rank: this page tells them apart.
 #
-# ![On the left the login node, on which you call sbatch. The job goes into the queue, and the scheduler starts it when two nodes are free. On the first of two compute nodes the batch script runs, once. Its srun starts one torchrun on each node, and each torchrun starts two ranks. All nodes see one shared file system.](../figures/cluster_job.svg)
+# ## Nodes, jobs and the scheduler
 
 # %% tags=["hide-input"]
 # Imports, and folders for what the ranks write
@@ -62,6 +60,12 @@ TEMPORARY = tempfile.TemporaryDirectory(prefix="cluster-")  # goes with this pro
 FOLDER = Path(TEMPORARY.name)
 
 # %% [markdown]
+# The cluster's machines are *nodes*. You log in to one of them, the *login node*; the nodes with GPUs are the *compute nodes*.
+# You submit a *job* (a program, numbers of nodes and GPUs, a time limit) to the *scheduler*, which starts it when enough nodes are free.
+# This page uses Slurm; [PBS and Kubernetes](#the-same-job-under-pbs-and-kubernetes) follow near the end.
+#
+# ![On the left the login node, on which you call sbatch. The job goes into the queue, and the scheduler starts it when two nodes are free. On the first of two compute nodes the batch script runs, once. Its srun starts one torchrun on each node, and each torchrun starts two ranks. All nodes see one shared file system.](../figures/cluster_job.svg)
+#
 # ## One GPU: a batch script
 #
 # A *batch script* is a shell script whose first comments are options for the scheduler.

@@ -17,8 +17,8 @@
 #
 # After this lesson you can
 #
-# - say what a rank, a world size, a local rank and a process group are, and read them from a launcher's environment;
-# - name the seven collectives, draw each one's result on every rank, and build each from sends and receives;
+# - say what a rank, a world size, a local rank and a process group are;
+# - name the seven collectives, and build each from sends and receives;
 # - predict how many bytes and how many seconds a collective takes, and check the prediction;
 # - find the rank at fault when a collective hangs.
 #

@@ -17,12 +17,16 @@
 #
 # After this lesson you can
 #
-# - compute attention over a sequence that no rank holds whole, with a ring or an all-to-all, and show that output and gradients equal one process's;
-# - explain why a causal mask leaves ranks of a ring idle, and which division of the sequence keeps all ranks busy;
+# - compute attention over a sequence that no rank holds whole, with a ring or an all-to-all;
+# - explain why a causal mask leaves ranks of a ring idle, and how to keep all of them busy;
 # - predict the bytes sent, the work, the memory and the longest context for both methods;
 # - find wrong position ids and a deadlocked ring in the first step of a run.
 #
-# [Sequence parallelism](sequence_parallel.md) also shards the tokens, but over tensor-parallel ranks, and not in attention.
+# Llama 3 was trained on contexts of 131,072 tokens.
+# A step on one such sequence keeps 99 GB of activations on each of eight ranks, even with tensor and sequence parallelism.
+# That does not fit on a GPU of 80 GB.
+#
+# ## Only attention needs other tokens
 
 # %% tags=["hide-input"]
 # Imports, and the small GPT that every cell trains
@@ -82,12 +86,6 @@ def draw_qkv(layout, seq, heads=8, kv_heads=2, size=32, dtype=torch.float64):
     ]
 
 
-# %% [markdown]
-# Llama 3 was trained on contexts of 131,072 tokens.
-# A step on one such sequence keeps 99 GB of activations on each of eight ranks, even with tensor and sequence parallelism.
-# That does not fit on a GPU of 80 GB.
-# More tensor-parallel ranks do not help: each needs its own attention heads, and the fast links inside a machine.
-
 # %% tags=["hide-input"]
 # Prints the activations of a step on Llama's longest context, on each of eight ranks
 eight = Layout(tp=8, sequence_parallel=True)
@@ -97,9 +95,9 @@ assert of.kept_bytes > 80e9
 
 
 # %% [markdown]
+# More tensor-parallel ranks do not help: each needs its own attention heads, and the fast links inside a machine.
 # So *context parallelism* shards the sequence itself over the ranks, from the embedding to the loss.
-#
-# ## Only attention needs other tokens
+# [Sequence parallelism](sequence_parallel.md) also shards the tokens, but over tensor-parallel ranks, and not in attention.
 #
 # A sequence has $s$ tokens. Each of $N$ ranks has $s/N$ of these tokens in all layers, and all weights.
 # Embedding, LayerNorms, linear layers and the loss compute each token by itself. One operation needs other ranks' tokens: attention, which multiplies a token's query with other tokens' keys, and adds up their values.

@@ -19,18 +19,14 @@
 #
 # - train one model on many ranks, and prove that the result is that of one process;
 # - build your own `DistributedDataParallel` in three steps, and say what each step saves;
-# - predict a step's bytes, messages, memory and time, and the number of ranks beyond which more ranks do not help;
+# - predict a step's bytes, memory and time, and the number of ranks beyond which more ranks do not help;
 # - recognise common mistakes by their symptoms.
 #
-# You need one thing from [Collectives](collectives.md): the all-reduce.
-#
 # A puzzle: four ranks begin with the same weights and train for five steps, each on its share of the text.
-# A step moves a weight by at most about 0.001. After five steps some weight differs by 0.01 between two ranks.
+# After five steps some weight differs by 0.01 between two ranks.
 # With one more line of code the largest difference is *exactly* 0.0, and the weights are those that one process computes from the whole batch.
-# That line is easy to write. The rest of the lesson makes it fast.
 #
-# ```{quiz} copies-before
-# ```
+# ## Four ranks without communication: four models
 
 # %% tags=["hide-input"]
 # Imports, and the small GPT that every cell trains
@@ -86,7 +82,7 @@ def local_batch(step, size=4, rank=None):
 
 
 # %% [markdown]
-# ## Four ranks without communication: four models
+# You need one thing from [Collectives](collectives.md): the all-reduce.
 #
 # Four ranks that share the course's text could need a quarter of one process's time.
 # So we give each rank a quarter of the windows of text (64 tokens each), and train for five steps.

@@ -18,13 +18,14 @@
 # After this lesson you can
 #
 # - train with DeepSpeed in a script of ten lines, and write its configuration line by line;
-# - show that the engine's losses equal one process's, for every ZeRO stage, with offload, accumulation, and tensor or pipeline parallelism;
-# - tell which parts of the engine you have to configure, and which are on by default;
+# - show that the engine's losses equal one process's, for every ZeRO stage, with offload and accumulation;
+# - tell which parts of the engine are on by default;
 # - save on two ranks and resume on one or four, and say when stage 3 is worth its traffic.
 #
 # Two ranks train for five steps with a configuration of four lines, and their losses equal one process's to the seventh digit.
 # Then one of the four lines, which switches something *off*, is left out. Now the losses differ in the third digit, without an error or a warning.
-# With a DeepSpeed version half a year older, the losses would not have differed.
+#
+# ## The plain script: initialize, backward, step
 
 # %% tags=["hide-input"]
 # Imports, the small model, and what one process computes
@@ -107,8 +108,6 @@ LOSSES, WEIGHTS = one_process()
 # %% [markdown]
 # Each run has two ranks: processes on GPUs where your machine has GPUs, and on the CPU otherwise. Where a cell says `device="cpu"`, its comment says why.
 # DeepSpeed is the published version 0.19.8 (November 2026). On GPUs the results and the bytes are the same, and only the times differ.
-#
-# ## The plain script: initialize, backward, step
 #
 # DeepSpeed's `initialize` takes a model, an optimizer and a dictionary, and returns an *engine*.
 # You call the engine like the model, and then its `backward` and its `step`.

@@ -18,12 +18,14 @@
 # After this lesson you can
 #
 # - build the program that starts the ranks of a job on many nodes, and restarts them when one is lost;
-# - tell a lost node from a slow node, and the rank that failed first from the ranks that failed as a consequence;
-# - say how many seconds a lost rank, launcher or node costs, with PyTorch's launcher and with the one built here.
+# - tell a lost node from a slow node, and the rank that failed first from those that failed as a consequence;
+# - say how many seconds a lost rank, launcher or node costs, here and under `torchrun`.
 #
 # Two nodes train a model, with two ranks each. On one node somebody kills the launcher, but not the ranks.
 # Under `torchrun` the ranks go on training, without a pause. Under the launcher built here training stops for ten seconds, and then goes on without that node.
-# You want the second behaviour. [A later table](#the-cost-of-a-fault-here-and-under-torchrun) has the numbers, and the text below it gives the reason.
+# You want the second behaviour. [A later table](#the-cost-of-a-fault-here-and-under-torchrun) has the numbers.
+#
+# ## A launcher is a loop over processes
 
 # %% tags=["hide-input"]
 # Imports, and a folder for what the ranks write
@@ -52,8 +54,6 @@ FOLDER = Path(TEMPORARY.name)
 
 
 # %% [markdown]
-# ## A launcher is a loop over processes
-#
 # A *launcher* starts a program several times on a node. It tells each process its rank, waits, and ends all processes when one fails.
 
 # %%

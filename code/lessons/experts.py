@@ -17,14 +17,14 @@
 #
 # After this lesson you can
 #
-# - compute a layer of experts with its router, and divide the experts over the ranks, so that the model trains as in one process;
+# - compute a layer of experts with its router, and divide the experts over the ranks;
 # - average the gradients of such a model over the right ranks, and recognise a wrong average;
 # - predict the bytes that a rank holds and sends, and which ranks wait for which;
 # - detect a router that sends all tokens to the same experts, and prevent this in two ways.
 #
-# You need the all-to-all from [Collectives](collectives.md).
+# DeepSeek-V3 has 671 billion parameters, more than Llama 3 405B, but uses only 37 billion for each token {cite}`deepseek2024v3`.
 #
-# DeepSeek-V3 has more parameters than Llama 3 405B, but uses fewer than a tenth as many for each token.
+# ## The mixture-of-experts layer
 
 # %% tags=["hide-input"]
 # Imports, and the small model and batches that every cell takes
@@ -86,6 +86,9 @@ def max_difference(a, b):
     return (a - b).abs().max().item()
 
 
+# %% [markdown]
+# You need the all-to-all from [Collectives](collectives.md).
+
 # %% tags=["hide-input"]
 # Table: parameters held, and used by a token
 llama = count_parameters(PRESETS["llama-3-405b"])
@@ -110,9 +113,7 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# The papers state 46.7 billion parameters for Mixtral, of which a token uses 12.9 {cite}`jiang2024mixtral`, and 671 and 37 for DeepSeek-V3 {cite}`deepseek2024v3`. (Of the 37.6 above, 0.9 are the embedding, of which a token reads one row.)
-#
-# ## The mixture-of-experts layer
+# The papers state 46.7 billion parameters for Mixtral, of which a token uses 12.9 {cite}`jiang2024mixtral`, and 671 and 37 for DeepSeek-V3. (Of the 37.6 above, 0.9 are the embedding, of which a token reads one row.)
 #
 # Most parameters of a transformer are in its feed-forward networks.
 # A *mixture of experts* has $E$ such networks in a layer, the *experts*, and a small *router* that sends each token through the $k$ experts with the highest scores {cite}`shazeer2017moe`.

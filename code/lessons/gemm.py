@@ -17,18 +17,17 @@
 #
 # After this lesson you can
 #
-# - divide a matrix product among ranks in three ways, and say which tensors each way sends, and when;
+# - divide a matrix product among ranks in three ways, or on a grid of ranks, and say what each way sends;
 # - predict the exact number of bytes that a rank holds and sends;
-# - shard all three matrices, on a grid of ranks, and say when a grid pays;
 # - predict, from three measured numbers, the size above which splitting a product pays;
-# - read from a roofline whether an operation is limited by memory or by arithmetic, and why thin shards compute more slowly.
-#
-# [Tensor parallelism](tensor_parallel.md) applies this lesson to a transformer.
+# - read from a roofline whether an operation is limited by memory or by arithmetic.
 #
 # A puzzle: each GPU computes 400 TFLOP/s and sends 200 GB/s to the others, without latency.
 # Together they multiply two matrices of 16-bit numbers with 2,000 rows and columns, and every GPU needs the result.
 # Two GPUs take as long as one GPU; so do 64 GPUs.
-# This lesson derives the 2,000, and explains why it does not depend on the number of GPUs.
+# This lesson derives the 2,000.
+#
+# ## A product that does not fit
 
 # %% tags=["hide-input"]
 # Imports, and two random matrices that are the same on every rank
@@ -60,7 +59,7 @@ def make_matrices(M, K, N, dtype=torch.float32):
 
 
 # %% [markdown]
-# ## A product that does not fit
+# [Tensor parallelism](tensor_parallel.md) applies this lesson to a transformer.
 #
 # The last matrix product of a language model is its largest: its result has tokens × vocabulary entries.
 # Here there are 2,048 tokens, a hidden size of 512, and a vocabulary of 8,192.

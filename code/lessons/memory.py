@@ -17,7 +17,7 @@
 #
 # After this lesson you can
 #
-# - predict the bytes of each kind of tensor in a training step before you start it, most of them exactly;
+# - predict the bytes of each kind of tensor in a training step, most of them exactly;
 # - tell from an out-of-memory error which tensors were too large;
 # - choose between a smaller batch, recomputation and more GPUs by calculation, not by trial.
 #
@@ -25,8 +25,7 @@
 # Training the model takes more than the 80 GB of an H100, even with a batch of one token.
 # With one sequence of the model's training length, it takes more than the 141 GB of an H200.
 #
-# ```{quiz} one-gpu-before
-# ```
+# ## Hardware of this machine
 
 # %% tags=["hide-input"]
 # Imports, and the small model that every cell trains
@@ -91,8 +90,6 @@ def format_difference(measured, predicted):
 
 
 # %% [markdown]
-# ## Hardware of this machine
-#
 # This page was executed on this machine, whose memory limits the measurements below.
 
 # %% tags=["hide-input", "measured"]

@@ -18,31 +18,15 @@
 # After this lesson you can
 #
 # - name the groups of any rank, and count the bytes that leave a node under each order of axes;
-# - train one model by data, pipeline and tensor parallelism at once, and show that it equals one process;
-# - say how gradient clipping, tied embeddings, LayerNorms, dropout and uneven batches change on a mesh, and which errors follow without the change;
-# - predict the bytes that each rank holds and sends, and resume from a checkpoint under another mesh;
-# - read code that applies FSDP2 over `parallelize_module` on a `DeviceMesh`.
+# - train one model by data, pipeline and tensor parallelism at once, with the result of one process;
+# - say how clipping, tied embeddings, LayerNorms and dropout change on a mesh;
+# - predict the bytes that each rank holds and sends, and resume under another mesh.
 #
-# Llama 3 70B is trained on 512 GPUs, 8 in a node.
-# Each matrix is sharded over 8 ranks, the layers are split into 4 stages, and there are 16 replicas of the model.
+# Llama 3 70B is trained on 512 GPUs, 8 in a node: 16 replicas in 4 stages each, with each matrix sharded over 8 ranks.
 # There are six ways to number these ranks.
 # With the best numbering each GPU sends 26 GB out of its node in a step; with the worst, 24 times as much.
 #
-# ```{quiz} together-before
-# ```
-#
-# A *mesh* is an arrangement of ranks with an axis for each kind of parallelism.
-# This lesson has three axes:
-#
-# | axis | degree | ranks of one group … | in the course's code, and usually in torch's `DeviceMesh` | Megatron-LM | DeepSpeed |
-# |---|---|---|---|---|---|
-# | data | $d$, the number of replicas | hold the same part, one in each replica | `dp` | `dp` | `data` |
-# | pipeline | $p$, the number of stages | hold the stages of one replica | `pp` | `pp` | `pipe` |
-# | tensor | $t$ | hold shards of the same matrices | `tp` | `tp` | `model` |
-#
-# The *degree* of an axis is the number of ranks in each of its groups.
-# A *replica* is one copy of the whole model, on $p \cdot t$ ranks.
-# Along the *innermost* axis, neighbours have consecutive rank numbers.
+# ## Three axes, and their order
 
 # %% tags=["hide-input"]
 # Imports, and the small jobs that every cell trains
@@ -119,6 +103,20 @@ def run_shardlab(line):
         chosen.command(chosen)
     return printed.getvalue().rstrip()
 
+
+# %% [markdown]
+# A *mesh* is an arrangement of ranks with an axis for each kind of parallelism.
+# This lesson has three axes:
+#
+# | axis | degree | ranks of one group … | in the course's code, and usually in torch's `DeviceMesh` | Megatron-LM | DeepSpeed |
+# |---|---|---|---|---|---|
+# | data | $d$, the number of replicas | hold the same part, one in each replica | `dp` | `dp` | `data` |
+# | pipeline | $p$, the number of stages | hold the stages of one replica | `pp` | `pp` | `pipe` |
+# | tensor | $t$ | hold shards of the same matrices | `tp` | `tp` | `model` |
+#
+# The *degree* of an axis is the number of ranks in each of its groups.
+# A *replica* is one copy of the whole model, on $p \cdot t$ ranks.
+# Along the *innermost* axis, neighbours have consecutive rank numbers.
 
 # %% tags=["hide-input"]
 # Table: bytes that leave a node under each order, for Llama 3 70B on 512 GPUs

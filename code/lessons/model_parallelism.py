@@ -17,14 +17,13 @@
 #
 # After this lesson you can
 #
-# - say how many bytes training needs on a GPU, and what each technique divides, sends and waits for;
+# - say how many bytes training needs, and what each technique divides, sends and waits for;
 # - write data parallelism, a pipeline, a tensor-parallel layer and ZeRO in a dozen lines each, and compare each with one process;
 # - choose among these techniques for a given model and cluster.
 #
 # The 70.6 billion weights of Llama 3 70B are 282 GB in float32; an H200 has 141 GB.
 #
-# ```{quiz} map-before
-# ```
+# ## One model, one process
 
 # %% tags=["hide-input"]
 # Imports, and the small GPT that every cell trains
@@ -80,8 +79,6 @@ def batch(step):
 
 
 # %% [markdown]
-# ## One model, one process
-#
 # This page trains one small GPT, of four layers and 853,120 parameters, in several ways.
 # The first is one process: five steps of AdamW on eight sequences each.
 

@@ -18,18 +18,15 @@
 # After this lesson you can
 #
 # - split a model by layers into stages, and explain why this alone does not shorten a step;
-# - write GPipe and 1F1B as loops, run them on real ranks with gradients bitwise equal to one process, and predict their bubble and memory;
-# - read and simulate schedules with a smaller bubble, down to zero, and compare them with PyTorch's;
-# - choose the numbers of stages and micro-batches, balance the stages, and find deadlocks before a run.
-#
-# You need the activations section of [Memory](memory.md).
+# - write GPipe and 1F1B as loops, with gradients bitwise equal to one process's;
+# - predict bubble and memory, and simulate schedules with a smaller bubble, down to zero;
+# - choose the numbers of stages and micro-batches, and find deadlocks before a run.
 #
 # A model does not fit on your GPU, so you buy three more and split it into four stages.
 # Now the model fits, but a step takes as long as on one GPU that is large enough: each of the four works 25 % of the time.
 # This lesson shortens the other 75 %, in which each GPU waits.
 #
-# ```{quiz} cuts-before
-# ```
+# ## Naive pipeline: one stage works at a time
 
 # %% tags=["hide-input"]
 # Imports, and the small model that every cell trains
@@ -83,7 +80,7 @@ def make_pipeline(name, microbatches, model=None, chunks=None, **options):
 
 
 # %% [markdown]
-# ## Naive pipeline: one stage works at a time
+# You need the activations section of [Memory](memory.md).
 #
 # Each of $p$ ranks holds a *stage*: consecutive layers with their gradients and optimizer states.
 #

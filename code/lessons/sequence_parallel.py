@@ -17,12 +17,16 @@
 #
 # After this lesson you can
 #
-# - name the activations that tensor parallelism leaves whole on every rank, and shard them too, without sending more bytes;
+# - name the activations that tensor parallelism leaves whole on every rank, and shard them too;
 # - write the two operators for this, forward and backward;
-# - predict the activations that a layer keeps and the bytes that a step sends, and choose between keeping a gathered tensor and gathering it again;
+# - predict the activations that a layer keeps and the bytes that a step sends;
 # - find out whether the gradients of the LayerNorms were summed over the ranks.
 #
-# You need the activations section of [Memory](memory.md).
+# Llama 3 8B keeps 48.5 GB of activations between forward and backward of one sequence of 8192 tokens.
+# On eight ranks, each should keep an eighth, 6.1 GB.
+# With tensor parallelism, each keeps 13.8 GB, more than twice as much.
+#
+# ## What tensor parallelism leaves whole
 
 # %% tags=["hide-input"]
 # Imports, and the small GPT that every cell trains
@@ -71,9 +75,7 @@ def max_difference(a, b):
 
 
 # %% [markdown]
-# Llama 3 8B keeps 48.5 GB of activations between forward and backward of one sequence of 8192 tokens.
-# On eight ranks, each should keep an eighth, 6.1 GB.
-# With tensor parallelism, each keeps 13.8 GB, more than twice as much.
+# You need the activations section of [Memory](memory.md).
 
 # %% tags=["hide-input"]
 # Table: activations of Llama 3 8B on each rank
@@ -92,8 +94,6 @@ show.table(rows, head, caption="Llama 3 8B, one sequence of 8192 tokens, bfloat1
 
 # %% [markdown]
 # Sequence parallelism, the last row, sends no more bytes than tensor parallelism.
-#
-# ## What tensor parallelism leaves whole
 #
 # Four ranks train a small GPT with tensor parallelism. `measure_kept` counts the bytes that forward leaves in memory for backward on each rank.
 

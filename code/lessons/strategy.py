@@ -20,10 +20,12 @@
 # - say what limits a layer on a given GPU: matrix products, memory, the network or kernel launches;
 # - predict the time of a step in twenty lines, and its memory with the package, and state both errors;
 # - choose a layout for a model and a cluster, and say which constant would change the choice;
-# - fit such a prediction to a few steps of your own, and see when the fit fails.
+# - fit such a prediction to a few steps of your own.
 #
 # You train Llama 3 70B on 64 H100s, with 512 sequences of 8,192 tokens in a step.
-# How should you split the model?
+# Hundreds of layouts fit in memory, and the slowest of these takes more than three times as long as the fastest.
+#
+# ## Layouts that fit, and their step times
 
 # %% tags=["hide-input"]
 # Imports, four models and the machines
@@ -79,6 +81,9 @@ MODELS = {
     "405B": PRESETS["llama-3-405b"],
 }
 
+# %% [markdown]
+# How should you split the model? The planner tries all layouts:
+
 # %%
 TITAN = strategy.PROFILES["torchtitan"]
 found = strategy.plan(MODELS["70B"], H100, gpus=64, batch=512, profile=TITAN)
@@ -102,7 +107,7 @@ for one in (found.feasible[0], found.feasible[-1]):
 # Draws every layout that fits: reserved memory and time of a step
 best, last = found.feasible[0], found.feasible[-1]
 copies = next(one for one in found.feasible if one.layout.dp == 64)
-assert fits > 100 and last.seconds > 1.6 * best.seconds and best.layout.cp == 1
+assert fits > 100 and last.seconds > 3 * best.seconds and best.layout.cp == 1
 points = [(one.reserved / GB, one.seconds, one.layout) for one in found.feasible]
 alt = (
     f"{fits} dots: what a layout reserves on its fullest GPU, and the seconds of its step. "

@@ -17,15 +17,15 @@
 #
 # After this lesson you can
 #
-# - shard a feed-forward network, attention, an embedding and a loss over ranks, and explain for each matrix whether to shard it by columns or by rows;
-# - write the two operators that make the sharded model's *gradients* right, and recognise the loss curve of a model that lacks one;
+# - shard a feed-forward network, attention, an embedding and a loss, and explain for each matrix why by columns or by rows;
+# - write the two operators that make the sharded model's *gradients* right;
 # - predict the bytes that a rank holds and sends, and explain why the ranks should share one fast switch;
-# - shard a plain GPT without changing its code, and read a plan of PyTorch's `parallelize_module`.
-#
-# You need the all-reduce from [Collectives](collectives.md).
+# - shard a plain GPT without changing its code.
 #
 # A *single* block of Llama 3 405B takes 51 GB during training, and the model has 126 blocks.
 # [Pipelines](pipeline.md) give each rank whole blocks, and [ZeRO](zero.md) gathers a whole block before computing it. Tensor parallelism shards the block.
+#
+# ## Why shard single layers
 
 # %% tags=["hide-input"]
 # Imports, and the small model and batches that every cell takes
@@ -105,7 +105,7 @@ def run_our_step(model, step, size=8):
 
 
 # %% [markdown]
-# ## Why shard single layers
+# You need the all-reduce from [Collectives](collectives.md).
 #
 # The table assumes 16 bytes for each parameter (weights, gradients, AdamW), as in [Memory](memory.md).
 

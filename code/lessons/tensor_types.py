@@ -20,9 +20,14 @@
 # - name the type of every tensor in a parallel program (how the ranks' copies are related), and the type of its gradient;
 # - test numerically whether an operator's backward matches its forward;
 # - write a checker that follows these types through forward, backward and the optimizer's step;
-# - check your own parallel model in one call, on a laptop, and name the mistakes that this check cannot find.
+# - check your own parallel model in one call, on a laptop.
+#
+# Two programs on two ranks have the same output and the same loss.
+# In one of them the gradient of the input is off by 97 %.
 #
 # You need `copy_to` and `reduce_from` from [Tensor parallelism](tensor_parallel.md).
+#
+# ## Two programs with equal outputs and different gradients
 
 # %% tags=["hide-input"]
 # Imports, and what the cells share
@@ -79,8 +84,6 @@ def relative_error(found, wanted):
 
 
 # %% [markdown]
-# ## Two programs with equal outputs and different gradients
-#
 # Both programs compute a feed-forward network on two ranks, sharded as in [Tensor parallelism](tensor_parallel.md): the first matrix by columns, the second by rows.
 
 # %%

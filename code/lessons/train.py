@@ -17,13 +17,15 @@
 #
 # After this lesson you can
 #
-# - change a script for one GPU into one for many GPUs, in three small steps, and show after each step that the script still trains the same model;
+# - change a script for one GPU into one for many, and show after each step that it still trains the same model;
 # - name the lines that are silently wrong on several ranks: data, seeds, losses, checkpoints, the loss scale;
-# - stop in the middle of an epoch and resume, with losses that are bitwise equal on the same number of ranks, and equal up to rounding on any other number that divides the batch;
+# - stop in the middle of an epoch, and resume on another number of ranks;
 # - train your own model with [a script that you can copy](#the-script-to-take-home).
 #
 # Before you start, a puzzle.
-# Two ranks run a script that trains a small GPT. There is no error, both losses fall, two GPUs would be busy. What is wrong?
+# Two ranks run a script that trains a small GPT. There is no error, both losses fall from 5.5 to 4.4, two GPUs would be busy. What is wrong?
+#
+# ## Two ranks run the script for one GPU
 
 # %% tags=["hide-input"]
 # Imports, and how the page runs a script on ranks
@@ -76,6 +78,9 @@ def run_on_ranks(script, size, folder, each=False, show=True, **options):
 
     return ranks.run(main, size, show=show)
 
+
+# %% [markdown]
+# Two ranks start the script for one GPU, unchanged:
 
 # %%
 asked = run_on_ranks(one_gpu, 2, FOLDER / "asked", each=True, show=False, **SHORT_RUN)

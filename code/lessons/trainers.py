@@ -21,6 +21,11 @@
 # - name what a trainer changes without being asked, and check what your trainer changed;
 # - train a sharded model in `float16`, with the same loss scale on all ranks;
 # - read the fp16 section of DeepSpeed's configuration.
+#
+# Two ranks of one node train with Lightning and FSDP2.
+# With Lightning's default mesh both read the same windows of text and compute the same, without a warning: you pay for two GPUs, and train as with one.
+#
+# ## Lightning
 
 # %% tags=["hide-input"]
 # Imports
@@ -54,8 +59,6 @@ show.set_style()
 logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 
 # %% [markdown]
-# ## Lightning
-#
 # Lightning's `Trainer` implements the loop, the sampler, DDP or FSDP2, clipping and checkpoints. You write a model, its losses and its optimizer:
 
 # %%

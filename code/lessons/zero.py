@@ -20,12 +20,12 @@
 # - say what each of ZeRO's stages shards, and predict to the byte what a rank then holds;
 # - write each stage in some twenty lines, and prove that it computes what one process computes;
 # - predict the bytes that each stage sends, and say when sending costs time;
-# - translate between ZeRO's stages, PyTorch's FSDP2 and DeepSpeed, and recognise the mistakes that raise no error.
-#
-# You need two things from [Collectives](collectives.md): the reduce-scatter and the all-gather.
+# - translate between ZeRO's stages, PyTorch's FSDP2 and DeepSpeed.
 #
 # A model of 7 billion parameters takes 112 GB of states during training: 16 bytes per parameter ([Memory](memory.md)).
 # Eight ranks that train it with data parallelism hold 896 GB; 784 GB of these are copies.
+#
+# ## How many bytes data parallelism holds twice
 
 # %% tags=["hide-input"]
 # Imports, and the small GPT that every cell trains
@@ -98,7 +98,7 @@ def max_difference(a, b):
 
 
 # %% [markdown]
-# ## How many bytes data parallelism holds twice
+# You need two things from [Collectives](collectives.md): the reduce-scatter and the all-gather.
 #
 # Data parallelism makes its ranks equal on purpose: same weights, same averaged gradients, so the same step of the same optimizer.
 # The next cell trains with data parallelism on four ranks, and computes a hash of every tensor that each rank holds: equal tensors have equal hashes.

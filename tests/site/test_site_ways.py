@@ -12,12 +12,27 @@ from shardcourse.build import index
 from shardlab.common import show
 
 COURSE = index.read_index(show.ROOT)
+SCREENS = {"wide": {"width": 1440, "height": 900}, "phone": {"width": 390, "height": 844}}
 
 
-def test_what_it_is_and_four_ways_in_are_on_one_screen(visit):
+@pytest.mark.parametrize("screen", SCREENS)
+def test_the_head_of_every_lesson_is_one_screen(visit, screen):
+    visited = visit("book/index.html", **SCREENS[screen])
+    ends = {}
+    for topic in COURSE.topics:
+        page = visited.open_page(f"lessons/{topic}.html").page
+        heading = page.locator(".bd-article h2").first.bounding_box()
+        ends[topic] = heading["y"] + heading["height"]
+    assert len(ends) == 21
+    too_low = {topic: end for topic, end in ends.items() if end > SCREENS[screen]["height"]}
+    assert too_low == {}
+
+
+def test_what_it_is_and_the_ways_in_are_on_one_screen(visit):
     page = visit("book/index.html").page
+    begin = page.get_by_role("link", name="Begin: Model parallelism").bounding_box()
     door = page.locator(".door").first.bounding_box()
-    assert door["y"] > 0 and door["y"] + door["height"] <= 800
+    assert 0 < begin["y"] < door["y"] and door["y"] + door["height"] <= 800
     ways = page.locator(".door .sd-card a").evaluate_all("(all) => all.map((a) => a.href)")
     names = [way.rpartition("/")[2] for way in ways]
     assert names == [
@@ -26,31 +41,47 @@ def test_what_it_is_and_four_ways_in_are_on_one_screen(visit):
     assert page.locator(".door svg[aria-label]").count() == 1
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_map_is_read_and_followed_on_a_phone(visit, scheme):
-    page = visit("book/index.html", width=360, height=740, scheme=scheme).page
-    boxes = page.locator(".inline-svg a[href^='../lessons/']")
-    assert boxes.count() == len(COURSE.topics)
-    sizes = boxes.evaluate_all(
-        "(all) => all.flatMap((a) => [...a.querySelectorAll('text')].map((t) => "
-        "[t.getBoundingClientRect().height, t.getBoundingClientRect().right]))"
-    )
-    assert all(height >= 9 and right <= 360 for height, right in sizes)
-    boxes.nth(1).click()
-    page.wait_for_url("**/lessons/*.html")
+def test_the_lessons_are_listed_once_on_one_screen(visit):
+    page = visit("book/index.html", **SCREENS["wide"]).page
+    assert page.locator(".lesson-map").bounding_box()["height"] <= 700
+    names = "(all) => all.map((a) => a.href.split('/').pop().replace('.html', ''))"
+    links = page.locator(".lesson-map a")
+    assert links.evaluate_all(names) == [*COURSE.topics]
+    assert links.first.get_attribute("title") == COURSE.topics["model_parallelism"].able
+    tails = page.locator(".lesson-map li", has=page.get_by_role("link", name="Meshes"))
+    assert "needs ZeRO, Pipeline parallelism and Tensor parallelism" in tails.inner_text()
+    links.nth(1).click()
+    page.wait_for_url("**/lessons/memory.html")
 
 
 def test_a_lesson_says_what_it_assumes_and_where_one_goes_from_it(visit):
     page = visit("lessons/zero.html").page
-    first = page.locator("h1 + .lesson-assumes").inner_text()
-    assert first.startswith("Assumes Data parallelism.") and "minutes to read" in first
-    read, waits = map(int, re.findall(r"(\d+) (?:minutes to read|of them can wait)", first))
-    assert read - waits <= 60  # a first reading takes an hour
+    first = page.locator("h1 + .lesson-head").inner_text()
+    assert "Assumes Data parallelism." in first
+    read, whole = re.match(r"(\d+) minutes to read \((\d+) with what can wait\)", first).groups()
+    assert int(read) <= 60 < int(whole)  # a first reading takes an hour
     wait = page.locator(".can-wait").first
     assert wait.inner_text().startswith("This section can wait for a second reading: go on with ")
     wait.get_by_role("link").click()
     assert page.locator("section:target").count() == 1
+    stop = page.locator("#three-stages-in-a-picture .path-stop")
+    says = "On the path Ninety minutes: stop here, next: DeepSpeed: The plain script"
+    assert stop.inner_text().startswith(says)
+    stop.get_by_role("link").first.click()
+    page.wait_for_url("**/lessons/deepspeed_engine.html#the-plain-script*")
+    page.go_back()
     onward = page.locator("nav.lesson-next")
     assert "On One day, 13:15 to 14:45: Tensor parallelism" in onward.inner_text()
     onward.get_by_role("link", name="Tensor parallelism").first.click()
     page.wait_for_url("**/lessons/tensor_parallel.html*")
+
+
+def test_nothing_lies_on_a_phone_s_text_and_no_heading_is_orange(visit):
+    page = visit("lessons/gemm.html#what-it-costs", **SCREENS["phone"]).page
+    colour = "(one) => getComputedStyle(one).backgroundColor"
+    assert page.locator("section:target > h2").evaluate(colour) == "rgba(0, 0, 0, 0)"
+    page.mouse.wheel(0, 2000)
+    page.wait_for_timeout(300)
+    page.mouse.wheel(0, -300)  # who scrolls up is offered the way back to the top
+    page.wait_for_timeout(300)
+    assert page.locator("#pst-back-to-top").is_hidden()

@@ -3,15 +3,14 @@
     >>> read(root).topics["gemm"].needs
     ['collectives']
 
-`python -m shardlab pairs` writes the generated text: the table of contents, the map, and in some
-pages the text between <!-- topics: … --> and <!-- end -->.
+`python -m shardlab pairs` writes the generated text: the table of contents, and in some pages the
+text between <!-- topics: … --> and <!-- end -->.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -138,11 +137,9 @@ def generate_files(root: Path) -> dict[Path, str]:
     index = read_index(root)
     if not index.parts:
         return {}
-    drawing = runpy.run_path(str(root / "figures/index.py"))
-    alt = drawing["describe_map"](index)
     blocks = {
-        ("book/index.md", "map"): [f"![{alt}](../figures/index_map.svg)"],
-        ("book/index.md", "table"): _format_topic_table(index),
+        ("book/index.md", "begin"): [_format_begin(index)],
+        ("book/index.md", "map"): _format_map(index),
         ("README.md", "lessons"): [
             f"- [{topic.title}](lessons/{name}.md): {topic.able}."
             for name, topic in index.topics.items()
@@ -156,10 +153,7 @@ def generate_files(root: Path) -> dict[Path, str]:
             blocks[f"{path.docname}.md", "path"] = paths.format_table(path, project)
     if (root / CLAIMS_FILE).is_file():
         blocks[str(CLAIMS_FILE), "checked"] = _list_checked_claims(index)
-    found = {
-        root / "_toc.yml": _generate_toc(index),
-        root / "figures/index_map.svg": drawing["render_map"](index),
-    }
+    found = {root / "_toc.yml": _generate_toc(index)}
     for (name, block), lines in blocks.items():
         text = found.get(root / name) or (root / name).read_text("utf-8")
         head, begin, rest = text.partition(f"<!-- topics: {block} -->\n")
@@ -182,13 +176,27 @@ def _generate_toc(index: Index) -> str:
     return f"# Made from {TOPICS_FILE} by `make pairs`.\n{text}"
 
 
-def _format_topic_table(index: Index) -> list[str]:
-    lines = ["| part | lesson | what you will be able to do |", "|---|---|---|"]
-    for part in index.parts:
-        for i, topic in enumerate(part.topics):
-            link = f"[{topic.title}](../lessons/{topic.topic}.md)"
-            lines.append(f"| {'' if i else part.part} | {link} | {topic.able} |")
-    return lines
+def _format_begin(index: Index) -> str:
+    topic = next(iter(index.topics.values()))
+    minutes = index.pages[topic.topic].rounded_minutes
+    return f"**[Begin: {topic.title}](../lessons/{topic.topic}.md), {minutes} minutes**"
+
+
+def _format_map(index: Index) -> list[str]:
+    """Return a grid with a column for each part; each lesson names those that it needs directly."""
+    behind: dict[str, set[str]] = {}  # all direct and indirect prerequisites of a topic
+    parts = [part for part in index.parts if part.topics]
+    lines = [f"::::{{grid}} 2 2 3 {len(parts)}", ":class-container: lesson-map", ":gutter: 2", ""]
+    for part in parts:
+        lines += [":::{grid-item}", f"**{part.part}**", ""]
+        for topic in part.topics:
+            behind[topic.topic] = {*topic.needs}.union(*(behind[one] for one in topic.needs))
+            direct = [n for n in topic.needs if not any(n in behind[one] for one in topic.needs)]
+            needs = join_words([index.topics[name].title for name in direct])
+            line = f"- [{topic.title}](../lessons/{topic.topic}.md)"
+            lines.append(line + f" *needs {needs}*" * bool(needs))
+        lines += [":::", ""]
+    return [*lines[:-1], "::::"]
 
 
 def _list_checked_claims(index: Index) -> list[str]:

@@ -36,6 +36,7 @@ class Segment:
     read_minutes: int
     exercise_minutes: int
     first_section: str = ""  # title of the section to start with; "" for the top of the page
+    following: Sequence[str] = ()  # title of the section after each of `sections` on the page
 
     @property
     def docname(self) -> str:
@@ -198,11 +199,13 @@ def _parse_segment(
     if part:
         raise ValueError(f"part {name!r}: {[*part]}: known are page, sections, exercises")
     page = pages[name] = pages.get(name) or load_page(name, root)
-    counted, chosen = page.sections if wanted is None else [], []
+    counted, chosen, following = page.sections if wanted is None else [], [], []
     for anchor in wanted or []:
         sections = page.find_section_tree(anchor)
         counted = [*counted, *sections]
         chosen.append((anchor, sections[0].title))
+        after = page.sections[page.sections.index(sections[-1]) + 1 :]
+        following.append(after[0].title if after else "")
     first_section = chosen[0][1] if chosen and name in begun else ""
     if wanted and name not in begun:
         counted = [page.sections[0], *counted]
@@ -211,7 +214,8 @@ def _parse_segment(
     if any(not 1 <= number <= count for number in numbers):
         raise ValueError(f"page {name!r}: exercises={numbers}: must be between 1 and {count}")
     read, solve = round(sum(s.minutes for s in counted)), page.estimate_exercise_minutes(numbers)
-    return Segment(name, titles.get(name, page.title), chosen, numbers, read, solve, first_section)
+    title = titles.get(name, page.title)
+    return Segment(name, title, chosen, numbers, read, solve, first_section, following)
 
 
 def format_minutes(minutes: int) -> str:
@@ -288,3 +292,26 @@ def list_next_segments(
         for (session, segment), after in zip(steps, [*steps[1:], None], strict=True):
             if segment.docname == docname and (not after or after[1].docname != docname):
                 yield path, session, after[1] if after else None
+
+
+def list_exits(
+    learning_paths: Mapping[str, LearningPath], docname: str
+) -> Iterator[tuple[LearningPath, str, list[str], tuple[Segment, str] | None]]:
+    """Yield the sections of a page after which a path leaves the page or skips a section.
+
+    Each with its path, its title, the numbers of the exercises that the path has there, and the
+    next segment with the title of its section ("": its whole page); None at the path's end.
+    """
+    for path in learning_paths.values():
+        stops = [
+            (segment, title, adjacent)
+            for _, segment in path.segments
+            for (_, title), adjacent in zip(
+                segment.sections or [("", "")], segment.following or [""], strict=True
+            )
+        ]
+        for (segment, title, adjacent), after in zip(stops, [*stops[1:], None], strict=True):
+            leaves = after is None or after[0] is not segment
+            if segment.docname == docname and title and (leaves or after[1] != adjacent):
+                exercises = [str(number) for number in segment.exercises] if leaves else []
+                yield path, title, exercises, after[:2] if after else None

@@ -1,7 +1,7 @@
 """Quizzes of the course's parts, book/quizzes.yml: read for the site's pages, and for notebooks.
 
-copies-before:
-  title: Before this part
+copies:
+  title: Four quick questions on this part
   questions:
     - ask: What …?
       choices:

@@ -24,6 +24,7 @@ SMALL = Config(vocab=32, seq=12, layers=3, hidden=16, heads=2, mlp="swiglu", exp
     ("name", "published"),
     [
         # Llama 3 (arXiv 2407.21783, Table 3) says 8B, 70B, 405B; these are the released models'.
+        ("llama-3.2-1b", 1_235_814_400),
         ("llama-3-8b", 8_030_261_248),
         ("llama-3-70b", 70_553_706_496),
         ("llama-3-405b", 405_853_388_800),

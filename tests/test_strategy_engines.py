@@ -74,7 +74,7 @@ def test_models_are_what_the_hub_counts() -> None:
         "deepseek-v3": 671_026_404_352, "kimi-k2": 1_026_408_209_408,
         "gpt-oss-20b": 20_914_757_184, "qwen3-30b-a3b": 30_532_122_624,
         "qwen3-next-80b-a3b": 79_674_391_296, "llama-3-8b": 8_030_261_248,
-        "llama-3-70b": 70_553_706_496,
+        "llama-3-70b": 70_553_706_496, "llama-3.2-1b": 1_235_814_400,
     }  # fmt: skip
     for name, total in totals.items():
         assert models.find_model(name).num_params == total

@@ -25,6 +25,7 @@ from shardtools.strategy.rates import load_rates, read_rates
         ("NVIDIA A100-SXM4-40GB", "a100-40"),
         ("Tesla V100-SXM2-32GB", "v100"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA L4", "l4"),
         ("AMD Instinct MI300X", "mi300x"),
         ("NVIDIA GH200 480GB", "gh200"),  # the memory of its CPU
         ("h100-80", "h100"),

@@ -65,7 +65,7 @@ _GB200 = replace(
 
 # `memory` is CUDA's value, as torch prints it: the "total capacity" of an out-of-memory error in
 # published logs, or the "CUDA capacity" in torchtitan's logs. Drivers differ by 0.2 %. The number
-# in a product's name is GiB, of which the driver keeps some (80: 79.1); an A10's ECC takes more.
+# in a product's name is GiB, of which the driver keeps some (80: 79.1); ECC takes more of A10, L4.
 # Rates are from NVIDIA's data sheets and white papers; these quote links for both directions
 # together, and the values here are halved.
 # `host_bandwidth` is 16 lanes of PCIe 3.0 (16 GB/s), 4.0 (32), or from H100 on 5.0 (64); NVLink-C2C
@@ -80,6 +80,11 @@ MACHINES: dict[str, Machine] = {
     # A10 (data sheet): no NVLink, 16 lanes of PCIe 4.0. Assumes four GPUs in a node, with one
     # network card of 100 Gbit/s.
     "a10": Machine("A10", 21.98 * GIB, 4, 32e9, 100e9 / 8 / 4, 125e12, 600e9, 72, label_gb=24),
+    # L4 (data sheet, with sparsity: 242 TFLOP/s in 16 bits, 485 in 8): no NVLink, 16 lanes of
+    # PCIe 4.0. Assumes eight GPUs in a node, with one network card of 100 Gbit/s.
+    "l4": Machine(
+        "L4", 22.05 * GIB, 8, 32e9, 100e9 / 8 / 8, 121e12, 300e9, 58, 242e12, label_gb=24,
+    ),
     # DGX-1 with V100 (data sheet): NVLink 300 GB/s, four 100 Gbit/s cards for eight GPUs.
     "v100": Machine(
         "V100", 31.73 * GIB, 8, 150e9, 6.25e9, 125e12, 900e9, 80, host_bandwidth=16e9, label_gb=32,

@@ -202,6 +202,8 @@ PRESETS: dict[str, Config] = {  # the first three are for lessons, with bytes as
     # have learned positions.
     "gpt-2": Config(vocab=50_257, seq=1024, layers=12, heads=12, hidden=768),
     "gpt-3-175b": Config(vocab=50_257, seq=2048, layers=96, heads=96, hidden=12_288),
+    # The released model's config.json, at 8192 tokens: without its rotary positions for 131,072.
+    "llama-3.2-1b": replace(_LLAMA, layers=16, hidden=2048, ffn=8192, tied=True),
     "llama-3-8b": _LLAMA,
     "llama-3-70b": replace(_LLAMA, layers=80, heads=64, hidden=8192, ffn=28_672),
     "llama-3-405b": replace(_LLAMA, layers=126, heads=128, hidden=16_384, ffn=53_248),

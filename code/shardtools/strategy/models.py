@@ -28,9 +28,7 @@ _NEMOTRON = Config(256_000, 4096, 32, 32, 4096, None, 16_384, "gelu", "layer", F
 _MPT = Config(50_368, 2048, 32, 32, 4096, None, None, "gelu", "layer", False, True)
 _GPT = PRESETS["gpt-3-175b"]
 _SHAPES = {
-    "llama-3-8b": PRESETS["llama-3-8b"],
-    "llama-3-70b": PRESETS["llama-3-70b"],
-    "llama-3-405b": PRESETS["llama-3-405b"],
+    **PRESETS,
     "llama-2-7b": _LLAMA_2,
     "llama-2-13b": replace(_LLAMA_2, layers=40, heads=40, hidden=5120, ffn=13_824),
     "llama-2-70b": replace(
@@ -38,7 +36,6 @@ _SHAPES = {
     ),
     "gpt-3-5b": replace(_GPT, layers=24, heads=32, hidden=4096),
     "gpt-3-20b": replace(_GPT, layers=44, heads=48, hidden=6144),
-    "gpt-3-175b": _GPT,
     "nemotron-8b": _NEMOTRON,
     "nemotron-22b": replace(_NEMOTRON, layers=40, heads=48, hidden=6144, ffn=24_576),
     "nemotron-340b": replace(
@@ -56,10 +53,10 @@ _SHAPES = {
 @cache
 def find_model(name: str) -> Structure:
     """Return the structure of the model of that name. Raises ValueError for unknown names."""
-    if name in _SHAPES:
-        return get_structure(_SHAPES[name])
     published = json.loads(PUBLISHED_FILE.read_text("utf-8"))
-    check_one_of([*_SHAPES, *published], model=name)
+    check_one_of(_SHAPES | published, model=name)
+    if name not in published:
+        return get_structure(_SHAPES[name])
     fields = {"tied": False} | published[name]  # the file leaves out default values
     return Structure(
         **fields

@@ -244,6 +244,21 @@ def test_the_command_trains_counts_and_compares(capsys):
     assert max(found["differences"].values()) < 1e-4
 
 
+def test_a_budget_counts_the_peak(capsys):
+    """States that exceed it alone are refused untrained; else the trained job's peak decides."""
+    status, out, _ = run_training(capsys, "--tp 2 --json")
+    ranks = json.loads(out)["ranks"]
+    peak = max(one["peak"] for one in ranks)
+    states = max(sum(one["held"].values()) for one in ranks)
+    assert status == 0 and states < peak
+    for budget, fits in ((states - 1, False), (peak - 1, False), (peak, True)):
+        status, out, _ = run_training(capsys, f"--tp 2 --json --budget {budget}")
+        found = json.loads(out)
+        assert (status, found["fits"]) == (int(not fits), fits)
+        assert found["needs"] == (states if budget < states else peak)
+        assert ("ranks" in found) == (budget >= states)
+
+
 def test_groups_are_printed_and_nothing_is_trained(capsys):
     status, out, _ = run_main(capsys, "mesh", "--dp", "2", "--tp", "2", "--node", "2")
     assert status == 0 and "tensor: 2 × 2 ranks, none leaves its node\n  0 1\n  2 3\n" in out

@@ -659,17 +659,17 @@ print(run_shardlab("mesh --dp 2 --tp 2 --pp 2 --zero 1 --layers 4 --steps 4"))
 
 # %% [markdown]
 # `python -m shardlab mesh --help` names all options.
-# `--budget` limits the bytes that a rank may hold:
+# `--budget` limits the bytes of tensors that a rank holds at its peak, activations included:
 
 # %%
-for options in ("", "--tp 2", "--tp 4", "--dp 2 --tp 2", "--dp 2 --tp 2 --zero 3"):
-    printed = run_shardlab(f"mesh --hidden 64 --heads 4 {options} --steps 3 --budget 5e5")
-    print(f"{options or 'one rank':22}", printed.splitlines()[0].partition(", ZeRO")[0])
+for options in ("", "--tp 2", "--tp 4", "--dp 2 --tp 4 --zero 3"):
+    printed = run_shardlab(f"mesh --hidden 64 --heads 4 {options} --steps 3 --budget 1e6")
+    print(f"{options or 'one rank':22}", printed.splitlines()[0])
 
 
 # %% [markdown]
-# A layout whose fullest rank would hold too much is refused before anything starts.
-# A larger `--tp` divides everything that a rank holds; a larger `--dp` divides nothing without `--zero`.
+# A layout whose model states alone need too much is refused before anything starts; of the others the peak is counted.
+# A larger `--tp` divides the states and most activations; a larger `--dp` divides the batch, and the states only with `--zero`.
 #
 # A layout that no mesh can train is refused in the same way, with one message on every rank:
 
@@ -903,7 +903,7 @@ check(my_groups)
 # ```
 #
 # A model of `--layers 2 --hidden 64 --heads 4` takes 1.9 MB of model states.
-# Find options (`--dp`, `--tp`, `--pp`, `--zero`) of `python -m shardlab mesh` with which no rank holds more than 300,000 bytes, on eight ranks at most and with a batch of 8.
+# Find options (`--dp`, `--tp`, `--pp`, `--zero`) of `python -m shardlab mesh` with which no rank holds more than 300,000 bytes of model states, on eight ranks at most and with a batch of 8.
 
 # %%
 answer = "--tp 2"  # options

@@ -2,14 +2,15 @@
 
     python -m shardlab mesh --dp 2 --tp 2 --pp 2 --zero 1 --layers 4 --hidden 32 --steps 5
     python -m shardlab mesh --dp 2 --tp 2 --zero 3 --sequence-parallel --json
-    python -m shardlab mesh --tp 2 --hidden 64 --budget 1e6
+    python -m shardlab mesh --tp 2 --hidden 64 --budget 3e6
     python -m shardlab mesh --dp 2 --tp 2 --pp 2 --node 4 --order tp,pp,dp
 
 It starts dp · pp · tp ranks and prints for each rank the bytes of its model states (parameters,
 gradients, optimizer) and the bytes that it sends along each axis, predicted and counted; tokens per
 second; and the largest differences from one process that trains the same batches.
---budget limits the bytes of model states per rank: a job that needs more is not started, and the
-exit status is 1. --json prints everything as one object.
+--budget limits the bytes of tensors that a rank holds at its peak. A job whose predicted model
+states need more is not started; of any other job the peak is counted as it trains. If a rank needs
+more, the exit status is 1. --json prints everything as one object.
 
 With --node, the number of ranks on a node, nothing is trained: the command prints the groups of
 each axis, and which of them span several nodes. --order lists the axes, the outermost first.
@@ -58,7 +59,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         add(name, help if default is None else f"{help} ({default})", "N", int)
     add("schedule", "pipeline schedule: naive, gpipe, 1f1b or interleaved (1f1b)", "NAME")
     add("recompute", "activations of the blocks recomputed in backward: full or none (none)", "HOW")
-    add("budget", "largest bytes of model states on a rank", "BYTES", float)
+    add("budget", "most bytes of tensors on a rank, at its peak", "BYTES", float)
     add("node", "ranks per node: print the groups, and train nothing", "N", int)
     add("order", "axes of the mesh, the outermost first (dp,pp,tp)", "AXES", _parse_axes)
     words = "split activations outside tensor parallelism by tokens"
@@ -79,20 +80,34 @@ def _main(args: argparse.Namespace) -> int:
     job = build_job(args)
     if (budget := args.budget) is not None:
         check_number(budget=budget)
-        needed = max(
+        states = max(
             sum(job.predict_state_bytes(rank).values()) for rank in range(job.layout.world_size)
         )
-        if needed > budget:
-            if args.json:
-                print(json.dumps({"fits": False, "needs": needed, "budget": budget}))
-            else:
-                print(f"does not fit: a rank needs {needed:,} B, the budget is {budget:,.0f} B")
-            return 1
+        if states > budget:
+            return _print_verdict(args, {}, states, "of model states")
     from shardlab.mesh.job import run  # loads torch
 
     found = run(job)
-    print(json.dumps(found) if args.json else format_results(job, found))
+    text = "" if args.json else format_results(job, found)
+    if budget is not None:
+        peak = max(one["peak"] for one in found["ranks"])
+        return _print_verdict(args, found, peak, "at its peak", text)
+    print(text or json.dumps(found))
     return 0
+
+
+def _print_verdict(
+    args: argparse.Namespace, found: dict[str, Any], needs: int, what: str, text: str = ""
+) -> int:
+    """Print whether the bytes that a rank needs are within the budget; return the exit status."""
+    fits = needs <= args.budget
+    if args.json:
+        print(json.dumps({**found, "fits": fits, "needs": needs, "budget": args.budget}))
+    else:
+        verdict = "fits" if fits else "does not fit"
+        words = f"{verdict}: a rank needs {needs:,} B {what}, the budget is {args.budget:,.0f} B"
+        print(words, *filter(None, [text]), sep="\n\n")
+    return 0 if fits else 1
 
 
 def _format_groups(args: argparse.Namespace) -> str:

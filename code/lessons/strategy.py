@@ -75,7 +75,7 @@ def run_cli(line, lines=12):
 
 H100 = MACHINES["h100"]
 MODELS = {
-    "1B": Config(128_256, 8192, 16, 32, 2048, 8, 8192, "swiglu", "rms", False, True),
+    "1B": PRESETS["llama-3.2-1b"],
     "8B": PRESETS["llama-3-8b"],
     "70B": PRESETS["llama-3-70b"],
     "405B": PRESETS["llama-3-405b"],
@@ -506,6 +506,33 @@ show.table(rows, ["sequences in a step", "per GPU", "a billion tokens ($)"])
 # %% [markdown]
 # A doubled batch does twice the work, but needs only one all-reduce of gradients and one optimizer step.
 # Above about eight sequences per GPU, a larger batch saves hardly any money, and the model learns less from each token.
+#
+# ### Tensor degrees 1, 2 and 4: bytes and seconds
+#
+# Eight H100s train Llama 3 8B on 64 sequences of 8,192 tokens a step, in bfloat16, without recomputation.
+# Only the tensor degree $t$ changes, with $8/t$ replicas (ZeRO-1). All columns are predictions, the seconds with the guessed rates of the course's own model.
+
+# %% tags=["hide-input"]
+# Table: memory, bytes sent and seconds for tensor degrees 1, 2 and 4
+rows, by_degree = [], {}
+for t in (1, 2, 4):
+    layout = Layout(dp=8 // t, tp=t, zero=1, micro_batch=1, microbatches=8 * t)
+    course = strategy.PROFILES["course"]
+    made = strategy.plan_layout(MODELS["8B"], H100, layout, seq=8192, profile=course)
+    one = by_degree[t] = (made.feasible or [made.closest_infeasible])[0]
+    sent = mesh.predict_sent_bytes(MODELS["8B"], layout, rank=0)  # in float32: bfloat16 is half
+    fits = f"{one.reserved / GB:.0f}" + ("" if made.feasible else ", does not fit")
+    goes = [f"{sent[axis] / 2 / GB:.0f}" for axis in ("tp", "dp")]
+    waits = one.prediction.seconds.tensor
+    rows.append([t, fits, *goes, f"{waits:.2f}", f"{one.seconds:.1f}"])
+assert by_degree[1].reserved > H100.memory > 1.3 * by_degree[2].reserved
+assert by_degree[4].seconds > 1.1 * by_degree[2].seconds
+head = ["tensor degree", "reserves (GB)", "sends, tensor (GB)", "data (GB)"]
+show.table(rows, [*head, "waits, tensor (s)", "a step (s)"])
+
+# %% [markdown]
+# Tensor parallelism shards weights, gradients and most activations, which degree 1 cannot hold.
+# But its bytes are all-reduces of activations, several in each layer, and the layer waits for them; so of the degrees that fit, take the smallest.
 #
 # ### The same choice, run on four ranks
 #

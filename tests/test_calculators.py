@@ -12,6 +12,7 @@ from throwaway import Book
 
 from shardlab.common import PACKAGES, show
 from shardtools.__main__ import main
+from shardtools.strategy import MACHINES, usable_memory
 
 EXT = show.ROOT / "book/_ext"
 PYTHON = "_build/html/_static/python/python.js"
@@ -49,6 +50,8 @@ def test_memory_is_what_the_command_says(capsys) -> None:
     assert rows["activations"] == f"{bytes_['activations'] / 1e9:.2f} GB"
     assert rows["most at one moment"] == f"{bytes_['peak'] / 1e9:.2f} GB"
     assert rows["most at one moment"] in found["summary"]
+    room = found["summary"].partition("GPUs with room for it: ")[2].rstrip(".").split(", ")
+    assert set(room) == {m.name for m in MACHINES.values() if usable_memory(m) >= bytes_["peak"]}
     gib = run_form("memory", model="llama-3-8b", dp="64", zero="3", unit="GiB")
     assert dict(gib["rows"])["activations"] == f"{bytes_['activations'] / 2**30:.2f} GiB"
 
@@ -88,7 +91,7 @@ def test_bad_values_get_the_command_s_message(capsys, kind, given) -> None:
     said = run_form(kind, **given)
     assert main(calculators.command_line(kind, given).split()[3:]) == 2
     assert capsys.readouterr().err == f"python -m shardlab: {said.pop('error')}\n"
-    assert said == {}
+    assert said == {"command": calculators.command_line(kind, given)}
 
 
 def test_a_strategy_is_what_the_command_says(capsys) -> None:
@@ -134,7 +137,8 @@ GOOD = """
 WRONG = {
     "calculator=weather": "{calculator} weather\n",
     "model=gpt-9": "{calculator} memory\n:model: gpt-9\n",
-    "weather": "{calculator} memory\n:weather: fair\n",
+    "weather": "{calculator} memory\n:model: gpt-2\n:weather: fair\n",
+    "dp=0: ": "{calculator} memory\n:model: gpt-2\n:dp: 0\n",
 }
 
 
@@ -160,6 +164,8 @@ def test_form_shows_its_command_without_javascript(book: Book) -> None:
         fields = re.findall(r"<(?:input|select) ", form)
         assert len(fields) == form.count("<label>") == form.count("</label>") >= 5
         assert '<div class="calculator-fields" hidden>' in form
+    first = re.search(r'<script type="application/json">(.*?)</script>', forms[0])
+    assert json.loads(first[1]) == run_form("memory", model="gpt-2", dp="8", zero="1")
 
 
 def test_pages_without_a_calculator_load_nothing_for_one(book: Book) -> None:

@@ -5,8 +5,9 @@
     :dp: 64
     :::
 
-The options are the initial values of the form's fields; `CALCULATORS` lists all fields. Without
-JavaScript, on paper and in notebooks, the page shows the equivalent shell command instead.
+The options are the initial values of the form's fields, whose result the build computes;
+`CALCULATORS` lists all fields. Without JavaScript, and in notebooks, the page shows the equivalent
+shell command instead.
 
 A page with a calculator loads a small script, static/calculator.js, and its style. When the reader
 presses the button, that script loads Python (BUNDLE_PATH) and runs it in a web worker: the page
@@ -34,6 +35,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from html import escape
 from importlib import metadata
 from pathlib import Path
@@ -153,7 +155,12 @@ class CalculatorDirective(SphinxDirective):
             if fields[name].choices and value not in fields[name].choices:
                 allowed = ", ".join(fields[name].choices)
                 raise self.error(f"{name}={value}: must be one of {allowed}")
-        return [nodes.raw("", render_form(kind, values), format="html")]
+        for path in find_course_modules().values():
+            self.env.note_dependency(str(path))  # the result at the start depends on them
+        try:
+            return [nodes.raw("", render_form(kind, values), format="html")]
+        except ValueError as error:
+            raise self.error(str(error)) from None
 
 
 def changed_values(kind: str, values: dict[str, str]) -> dict[str, str | bool]:
@@ -167,19 +174,24 @@ def changed_values(kind: str, values: dict[str, str]) -> dict[str, str | bool]:
 
 
 def render_form(kind: str, values: dict[str, str]) -> str:
-    """Return the form with these values in its fields; its script displays the form."""
+    """Return the form with these values in its fields, and their result; its script shows both."""
     import calculators  # the file that the browser runs
 
     title, fields = CALCULATORS[kind]
-    line = calculators.command_line(kind, changed_values(kind, values))
+    question = {"kind": kind, "given": changed_values(kind, values)}
+    answer = calculators.answer_question(json.dumps(question)).replace("<", "\\u003c")
+    found = json.loads(answer)
+    if "error" in found:
+        raise ValueError(found["error"])
     controls = "".join(_render_field(x, values.get(x.name, x.default)) for x in fields)
     return (
         f'<form class="calculator" data-kind="{kind}" aria-label="{escape(title)}" novalidate>\n'
         f'<p class="calculator-title">{escape(title)}</p>\n'
         '<p class="calculator-plain">Here is a form that runs the course’s Python in your browser; '
         "it needs JavaScript. In a terminal:</p>"
-        f'<pre class="calculator-command">{escape(line)}</pre>\n'
+        f'<pre class="calculator-command">{escape(found["command"])}</pre>\n'
         f'<div class="calculator-fields" hidden>{controls}</div>\n'
+        f'<script type="application/json">{answer}</script>\n'
         "</form>\n"
     )
 
@@ -208,6 +220,7 @@ print(json.dumps({name: getattr(one, "__file__", None) for name, one in sys.modu
 """
 
 
+@cache
 def find_course_modules() -> dict[str, Path]:
     """Return the course's modules that calculators import, and their files, from a subprocess."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (CODE, BROWSER)))}

@@ -167,6 +167,8 @@ def test_nothing_is_loaded_until_it_is_asked_for(visit, address):
         "calculator.js",
     ]
     assert not [url for url in asked if "python" in url]
+    assert form.get_by_role("table").get_by_role("rowheader").count() >= 7  # of the first values
+    assert form.get_by_role("status").inner_text().startswith("On each rank")
     press_calculate(form)
     press_calculate(form)
     assert len([url for url in asked if "python/python.js" in url]) == 1
@@ -208,6 +210,7 @@ def test_a_bad_value_gets_one_line_and_the_focus(open_calculator):
             f"{field}={value!r}" if value == "many" else f"{field}={value}: "
         )
         assert "\n" not in wrong.inner_text()
+        assert f"--{field} {value}" in form.locator(".calculator-command").inner_text()
         assert seen.page.evaluate("document.activeElement.dataset.name") == field
         assert seen.page.evaluate("document.activeElement.ariaInvalid") == "true"
         fill_fields(form, **{field: before})
@@ -221,6 +224,7 @@ def test_what_takes_too_long_can_be_stopped(open_calculator):
     seen, form = open_calculator("schedule")
     fill_all(form, {"name": "1f1b", "stages": "64", "microbatches": "1500"})
     form.get_by_role("button", name="Calculate").click()
+    expect(form.get_by_role("status")).to_contain_text("takes some 480 s")
     stop = form.get_by_role("button", name="Stop")
     seen.page.wait_for_function("self.coursePython !== undefined")
     stop.focus()

@@ -100,8 +100,13 @@ def command_line(name, values):
 # --- The calculators: each returns a summary in a sentence, and its tables --------------------
 
 
+# Of a GPU's memory, as `strategy.usable_memory` has it: the browser needs seconds to import that.
+USABLE_SHARE = 0.927
+
+
 def calculate_memory(values):
-    """Return the bytes of one rank, part by part."""
+    """Return the bytes of one rank, part by part, and the GPUs with room for them."""
+    from shardlab.common.machines import MACHINES
     from shardlab.memory import format_bytes
 
     values = dict(values)
@@ -114,7 +119,10 @@ def calculate_memory(values):
     rows.append(["most at one moment", format_bytes(found["peak"], unit)])
     if found["host"]:
         rows.append(["in the host’s memory", format_bytes(found["host"], unit)])
-    summary = f"On each rank {format_bytes(found['peak'], unit)} at the fullest moment."
+    gpus = sorted(MACHINES.values(), key=lambda gpu: gpu.memory)
+    room = {gpu.name: 1 for gpu in gpus if found["peak"] <= USABLE_SHARE * gpu.memory}
+    summary = f"On each rank {format_bytes(found['peak'], unit)} at the fullest moment. "
+    summary += f"GPUs with room for it: {', '.join(room) or 'none'}."
     return {"summary": summary, "head": ["on each rank", "bytes"], "rows": rows}
 
 
@@ -192,7 +200,7 @@ def calculate_strategy(values):
         row += [f"{one['seconds']:.4g}", f"{one['tokens_per_second']:,.0f}"]
         row += [f"{100 * one['mfu']:.0f} %", *(f"{one[name]:,.1f}" for name in extra)]
         rows.append([*row, one["waits_for"]])
-    head = ["layout", "b × m", "GB", "free", "seconds", "tokens/s", "MFU"]
+    head = ["layout", "b × m", "GB used", "GB free", "s a step", "tokens/s", "MFU"]
     head += [*(named[name] for name in extra), "waits for"]
     ruled = [f"{many} ruled out: {why}" for why, many in found["ruled_out"].items()]
     fit = f"{found['fit']} layouts fit" if found["fit"] != 1 else "One layout fits"
@@ -209,12 +217,11 @@ CALCULATORS = {
 
 
 def answer_question(question):
-    """Answer {"kind", "given"}, both as JSON; {"error"} if the command rejects the values."""
+    """Answer {"kind", "given"}, as JSON; "error" in place of a result if the command refuses."""
     asked = json.loads(question)
     kind, given = asked["kind"], asked["given"]
     try:
         found = CALCULATORS[kind](given)
-        found["command"] = command_line(kind, given)
     except ValueError as error:
         found = {"error": str(error)}
-    return json.dumps(found)
+    return json.dumps({**found, "command": command_line(kind, given)})

@@ -60,7 +60,7 @@ TEMPORARY = tempfile.TemporaryDirectory(prefix="cluster-")  # goes with this pro
 FOLDER = Path(TEMPORARY.name)
 
 # %% [markdown]
-# The cluster's machines are *nodes*. You log in to one of them, the *login node*; the nodes with GPUs are the *compute nodes*.
+# A cluster's machines are *nodes*. You log in to one, the *login node*; those with GPUs are the *compute nodes*.
 # You submit a *job* (a program, numbers of nodes and GPUs, a time limit) to the *scheduler*, which starts it when enough nodes are free.
 # This page uses Slurm; [PBS and Kubernetes](#the-same-job-under-pbs-and-kubernetes) follow near the end.
 #

@@ -165,6 +165,11 @@ class MarkdownWriter:
         text = self.convert_text(text)
         if name == "predict":  # the site hides the text below it until a number is entered
             return f"**Predict first.** {text}"
+        if name in ("grid", "grid-item"):
+            return text
+        if name == "grid-item-card":
+            card = self._convert_prose([f"[{title}]({options['link']}.md)"])
+            return f"- {card}: {text}"
         if name == "step-through":
             return f"**{title}**\n\n{text}"
         if name not in _BOXES:

@@ -109,7 +109,7 @@ def drop_pointers(html: str) -> str:
     """Return the sentences of a paragraph that fit on a slide and point at nothing outside it."""
     html = re.sub(r"\s*\([^()]*\)", lambda m: "" if _POINTER.search(m[0]) else m[0], html)
     kept, left = [], MAX_PARAGRAPH_CHARS
-    for one in re.split(r"(?<=[.?!])\s+(?=[A-Z<])", html):
+    for one in re.split(r"(?:(?<=[.?!])|(?<=[.?!]\)))\s+(?=[A-Z<(])", html):
         if not _POINTER.search(strip_tags(one)) and (left := left - len(strip_tags(one)) - 1) >= 0:
             kept.append(one)
     return " ".join(kept)

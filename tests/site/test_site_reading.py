@@ -28,6 +28,16 @@ def test_the_switch_is_not_shown_where_it_would_do_nothing(visit):
     assert page.locator(".open-folds").is_hidden()
 
 
+def test_100_columns_of_code_fit_on_a_screen_of_1440_pixels(visit):
+    boxes = visit(LESSON, width=1440).page.locator(".shown-source:not(details) pre")
+    rows = boxes.evaluate_all("""(boxes) => boxes.map((box) => {
+      const line = Object.assign(document.createElement("span"), {textContent: "x".repeat(100)});
+      box.append(line);
+      return line.getClientRects().length;
+    })""")
+    assert rows and set(rows) == {1}
+
+
 def test_contents_follow_the_reader_who_jumps(visit):
     page = visit(LESSON, width=1440, reduced_motion="reduce").page
     headings = page.locator("article h2, article h3")

@@ -208,13 +208,13 @@ def render_path_stops(app: Sphinx, docname: str) -> dict[str, str]:
             here = after[0].docname == docname
             words = after[1] if here else ": ".join(filter(None, [after[0].title, after[1]]))
             goals.append(f'<a href="{address}">{escape(words.replace("`", ""))}</a>')
-        goal = ", then ".join(goals) or "nothing, this was the last"
+        goal = f", next: {', then '.join(goals)}" if goals else ": this was the last"
         section = followers.setdefault(nodes.make_id(title), {})
         section.setdefault(goal, []).append(f"<em>{escape(path.title)}</em>")
 
     def render_line(goal: str, titles: list[str]) -> str:
         noun = "path" if len(titles) == 1 else "paths"
-        return f"On the {noun} {index.join_words(titles)}: stop here, next: {goal}."
+        return f"On the {noun} {index.join_words(titles)}: stop here{goal}."
 
     return {
         section: f'<p class="path-stop">{" ".join(render_line(*one) for one in goals.items())}</p>'

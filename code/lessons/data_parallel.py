@@ -19,7 +19,7 @@
 #
 # - train one model on many ranks, and prove that the result is that of one process;
 # - build your own `DistributedDataParallel` in three steps, and say what each step saves;
-# - predict a step's bytes, memory and time, and the number of ranks beyond which more ranks do not help;
+# - predict a step's bytes, memory and time, and when more ranks no longer help;
 # - recognise common mistakes by their symptoms.
 #
 # A puzzle: four ranks begin with the same weights and train for five steps, each on its share of the text.

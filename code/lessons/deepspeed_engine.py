@@ -18,7 +18,7 @@
 # After this lesson you can
 #
 # - train with DeepSpeed in a script of ten lines, and write its configuration line by line;
-# - show that the engine's losses equal one process's, for every ZeRO stage, with offload and accumulation;
+# - show that its losses equal one process's, for every ZeRO stage and with offload;
 # - tell which parts of the engine are on by default;
 # - save on two ranks and resume on one or four, and say when stage 3 is worth its traffic.
 #

@@ -19,8 +19,8 @@
 #
 # - name the groups of any rank, and count the bytes that leave a node under each order of axes;
 # - train one model by data, pipeline and tensor parallelism at once, with the result of one process;
-# - say how clipping, tied embeddings, LayerNorms and dropout change on a mesh;
-# - predict the bytes that each rank holds and sends, and resume under another mesh.
+# - say how clipping, tied embeddings and dropout change on a mesh;
+# - predict each rank's bytes, and resume a run under another mesh.
 #
 # Llama 3 70B is trained on 512 GPUs, 8 in a node: 16 replicas in 4 stages each, with each matrix sharded over 8 ranks.
 # There are six ways to number these ranks.

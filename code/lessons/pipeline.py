@@ -17,14 +17,14 @@
 #
 # After this lesson you can
 #
-# - split a model by layers into stages, and explain why this alone does not shorten a step;
+# - split a model into stages, and explain why this alone does not shorten a step;
 # - write GPipe and 1F1B as loops, with gradients bitwise equal to one process's;
-# - predict bubble and memory, and simulate schedules with a smaller bubble, down to zero;
-# - choose the numbers of stages and micro-batches, and find deadlocks before a run.
+# - predict bubble and memory, and simulate schedules without a bubble;
+# - choose numbers of stages and micro-batches, and find deadlocks before a run.
 #
 # A model does not fit on your GPU, so you buy three more and split it into four stages.
 # Now the model fits, but a step takes as long as on one GPU that is large enough: each of the four works 25 % of the time.
-# This lesson shortens the other 75 %, in which each GPU waits.
+# This lesson shortens the other 75 %.
 #
 # ## Naive pipeline: one stage works at a time
 

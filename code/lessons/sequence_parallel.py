@@ -19,7 +19,7 @@
 #
 # - name the activations that tensor parallelism leaves whole on every rank, and shard them too;
 # - write the two operators for this, forward and backward;
-# - predict the activations that a layer keeps and the bytes that a step sends;
+# - predict what a layer keeps and what a step sends;
 # - find out whether the gradients of the LayerNorms were summed over the ranks.
 #
 # Llama 3 8B keeps 48.5 GB of activations between forward and backward of one sequence of 8192 tokens.

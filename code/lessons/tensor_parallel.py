@@ -19,7 +19,7 @@
 #
 # - shard a feed-forward network, attention, an embedding and a loss, and explain for each matrix why by columns or by rows;
 # - write the two operators that make the sharded model's *gradients* right;
-# - predict the bytes that a rank holds and sends, and explain why the ranks should share one fast switch;
+# - predict the bytes that a rank holds and sends, and say why ranks should share a fast switch;
 # - shard a plain GPT without changing its code.
 #
 # A *single* block of Llama 3 405B takes 51 GB during training, and the model has 126 blocks.

@@ -138,7 +138,7 @@ def generate_files(root: Path) -> dict[Path, str]:
     if not index.parts:
         return {}
     blocks = {
-        ("book/index.md", "begin"): [_format_begin(index)],
+        ("book/index.md", "begin"): _format_begin(index),
         ("book/index.md", "map"): _format_map(index),
         ("README.md", "lessons"): [
             f"- [{topic.title}](lessons/{name}.md): {topic.able}."
@@ -176,10 +176,12 @@ def _generate_toc(index: Index) -> str:
     return f"# Made from {TOPICS_FILE} by `make pairs`.\n{text}"
 
 
-def _format_begin(index: Index) -> str:
+def _format_begin(index: Index) -> list[str]:
     topic = next(iter(index.topics.values()))
     minutes = index.pages[topic.topic].rounded_minutes
-    return f"**[Begin: {topic.title}](../lessons/{topic.topic}.md), {minutes} minutes**"
+    title = f"Begin: {topic.title}, {minutes} minutes"
+    lines = [f":::{{card}} {title}", f":link: ../lessons/{topic.topic}"]
+    return [*lines, ":link-type: doc", f":link-alt: {title}", ":class-card: begin", ":::"]
 
 
 def _format_map(index: Index) -> list[str]:

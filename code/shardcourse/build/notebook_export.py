@@ -167,7 +167,7 @@ class MarkdownWriter:
             return f"**Predict first.** {text}"
         if name in ("grid", "grid-item"):
             return text
-        if name == "grid-item-card":
+        if name in ("card", "grid-item-card"):
             card = self._convert_prose([f"[{title}]({options['link']}.md)"])
             return f"- {card}: {text}"
         if name == "step-through":

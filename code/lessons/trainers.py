@@ -100,21 +100,23 @@ show.source(lightning.SynchronizedSave, lightning.find_newest_checkpoint)
 #
 # ### Comparison with a plain loop
 #
-# On this page `ranks.run` starts the ranks, and `ExistingRanks` (12 lines) makes Lightning use them.
+# On this page `ranks.run` starts the ranks. `ExistingRanks` (12 lines) makes Lightning use them, and `existing_ranks.DDP` gives it each rank's device.
 # The cell trains two epochs of 40 windows, in ten steps of 8, with Lightning and with a plain loop. The plain loop draws the order of the windows with `torch.randperm`, seeded with seed + epoch.
 
 # %%
 def train_plainly(steps=10):
     """Train in one process; return losses, gradient norms and weights."""
     torch.manual_seed(0)
-    model, losses, norms = GPT(PRESETS["nano"]), [], []
+    model, losses, norms = GPT(PRESETS["nano"]).to(ranks.device()), [], []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = lightning.TokenWindows(64)
     for epoch in range(2):
         order = torch.randperm(40, generator=torch.Generator().manual_seed(epoch))
         for part in order.split(8):
             pairs = [data[i] for i in part.tolist()]
-            tokens, targets = map(torch.stack, zip(*pairs, strict=True))
+            tokens, targets = (
+                torch.stack(side).to(ranks.device()) for side in zip(*pairs, strict=True)
+            )
             value = loss(model(tokens), targets)
             optimizer.zero_grad()
             value.backward()
@@ -129,19 +131,19 @@ def train_plainly(steps=10):
 # Lightning trains on two ranks: with DDP, with FSDP2, and with FSDP2 on the mesh that it makes by default.
 
 # %%
+def fit(strategy, *choices):
+    """Train with Lightning on two ranks; return rank 0's losses, gradient norms and weights."""
+    device = existing_ranks.choose_device(strategy, 2)
+    return ranks.run(existing_ranks.fit_on_ranks, 2, strategy, 10, *choices, device=device)[0]
+
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    # CPU: Lightning is given the CPU here
-    one = ranks.run(train_plainly, 1, device="cpu")[0]
+    one = ranks.run(train_plainly, 1)[0]
     fits = {
-        # CPU: Lightning is given the CPU here
-        "DDP": ranks.run(existing_ranks.fit_on_ranks, 2, "ddp", 10, device="cpu")[0],
-        # CPU: Lightning is given the CPU here
-        "FSDP2": ranks.run(existing_ranks.fit_on_ranks, 2, "fsdp2", 10, device="cpu")[0],
-        "FSDP2, its default mesh": ranks.run(
-            # CPU: Lightning is given the CPU here
-            existing_ranks.fit_on_ranks, 2, "fsdp2", 10, 8, 40, "auto", device="cpu"
-        )[0],
+        "DDP": fit("ddp"),
+        "FSDP2": fit("fsdp2"),
+        "FSDP2, its default mesh": fit("fsdp2", 8, 40, "auto"),
     }
 
 # %% tags=["hide-input"]
@@ -202,8 +204,6 @@ def probe_trainer(items, batch, precision="32-true", **options):
     names = ("logger", "checkpointing", "progress_bar", "model_summary")
     quiet = {name if name == "logger" else f"enable_{name}": False for name in names}
     trainer = L.Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
         strategy=existing_ranks.DDP(),
         plugins=[existing_ranks.ExistingRanks()],
         precision=precision,
@@ -221,10 +221,10 @@ def probe_trainer(items, batch, precision="32-true", **options):
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    # CPU: Lightning is given the CPU here
+    # CPU: all rows are of one device
     a, b = ranks.run(lambda: probe_trainer(8, 2, max_epochs=2), 2, device="cpu")
     options = dict(max_epochs=1, accumulate_grad_batches=4)
-    # CPU: Lightning is given the CPU here
+    # CPU: what "16-mixed" means there
     c, _ = ranks.run(lambda: probe_trainer(10, 1, "16-mixed", **options), 2, device="cpu")
 assert a[0][:2] != a[0][2:] and c[1] == [1, 0.25] and c[4] == "bf16-mixed"
 assert a[2]["own"] != b[2]["own"] and a[2]["mean"] == b[2]["mean"]

@@ -1,8 +1,9 @@
 """Lightning's Trainer on existing ranks, to compare it with a plain loop.
 
-    losses, norms, weights = ranks.run(fit_on_ranks, 2, "ddp", 10, device="cpu")[0]  # or "fsdp2"
+    losses, norms, weights = ranks.run(fit_on_ranks, 2, "ddp", 10)[0]  # or "fsdp2"
 
-By default, Lightning starts the script again for each rank; here it uses the ranks that run.
+By default, Lightning starts the script again for each rank, and chooses the devices; here it uses
+the ranks that run, each on its own device.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Subset
 
+from shardlab import ranks
 from shardlab.common import show
 from shardlab.common.arguments import check_one_of
 from shardlab.common.text import TokenWindows
@@ -48,6 +50,9 @@ class ExistingRanks(TorchElasticEnvironment):
 class DDP(DDPStrategy):
     """Lightning's DDP for ranks that already run: its own launcher does not work in a notebook."""
 
+    def __init__(self) -> None:
+        super().__init__(parallel_devices=list_devices())
+
     def _configure_launcher(self) -> None:
         """Configure no launcher: the ranks already run."""
 
@@ -69,6 +74,21 @@ class MetricRecorder(L.Callback):
         self.losses.append(trainer.callback_metrics["loss"].item())
 
 
+def choose_device(strategy: str, size: int) -> str:
+    """Return the device for `ranks.run`: "cpu" where Lightning cannot train on the ranks' GPUs.
+
+    Lightning does not know Intel's GPUs; FSDP2 needs a reduce-scatter, which gloo does not have for
+    the tensors of a GPU that ranks share.
+    """
+    backend, kind = ranks.choose_backend(size)
+    return "cpu" if kind == "xpu" or (strategy == "fsdp2" and backend == "gloo") else "auto"
+
+
+def list_devices() -> list[torch.device]:
+    """Return Lightning's list of devices: at each rank's place, on this rank, this rank's own."""
+    return [ranks.device()] * dist.get_world_size()
+
+
 def fit_on_ranks(
     strategy: str,
     steps: int,
@@ -88,9 +108,8 @@ def fit_on_ranks(
     parallel: DDP | ModelParallelStrategy = DDP()
     if strategy == "fsdp2":
         parallel = ModelParallelStrategy(data_ranks or size, 1 if data_ranks is None else "auto")
+        parallel.parallel_devices = list_devices()
     trainer = L.Trainer(
-        accelerator="cpu",
-        devices=size,
         strategy=parallel,
         plugins=[ExistingRanks()],  # without it, Lightning would start this script again per rank
         max_steps=steps,

@@ -235,6 +235,7 @@ def test_pictures_stand_in_the_page(small_book):
 
 def test_links_to_code_lead_to_its_page(small_book):
     assert 'href="../code/shardlab/first.html#L4"' in small_book.read_page()  # from an output
+    assert re.search(r'href="\.\./_downloads/\w+/first\.py"', small_book.read_page())
     assert re.search(
         r'href="\.\./code/shardlab/first\.html"[^>]*><span[^>]*>the code', small_book.read_page()
     )

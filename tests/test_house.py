@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import tomllib
+from fnmatch import fnmatch
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -64,6 +65,26 @@ def test_constraints_pin_every_package_that_requirements_need() -> None:
     assert free <= pinned <= set(needed)
     package = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     assert {canonicalize_name(Requirement(line).name) for line in package["dependencies"]} <= pinned
+
+
+def test_git_ignores_what_printed_commands_write() -> None:
+    """The names that commands of pages and of the README write to, in the course's folder."""
+    ignored = [line for line in (ROOT / ".gitignore").read_text("utf-8").splitlines() if line]
+    written = (
+        r"(?:--(?:into|start|folder|out|junitxml)|mkdir -p|cluster watch|(?<=\s)>) (\w[\w./-]*)"
+    )
+    found = set()
+    for path in [*ROOT.glob("lessons/*.md"), *ROOT.glob("book/*.md"), ROOT / "README.md"]:
+        text = path.read_text("utf-8")
+        commands = re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S)
+        commands += [
+            line for line in re.findall(r"`([^`\n]+)`", text) if line.startswith("python ")
+        ]
+        found |= {name for each in commands for name in re.findall(written, each)}
+    found -= {name for name in found if name.isupper()}  # a placeholder, such as FOLDER
+    assert {"job", "jobs", "my_engine", "runs/a", "points.csv"} <= found
+    tops = {f"/{name.partition('/')[0]}" + "/" * ("." not in name) for name in found}
+    assert [top for top in sorted(tops) if not any(fnmatch(top, line) for line in ignored)] == []
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob(".github/workflows/*.yml")), ids=lambda p: p.stem)

@@ -23,6 +23,7 @@ LESSON = """\
 # A lesson
 
 See [above](#here), [elsewhere](other.md#there), [the code](../code/a.py), [none](../code/b.py).
+Save {download}`a file <../code/a.py>`.
 It is old {cite}`one2001, two2002`, says {cite:t}`three2003`.
 A {term}`rank <ranks>`; `{cite}` stays.
 
@@ -123,6 +124,7 @@ def test_a_lesson_in_plain_markdown(course):
     nbformat.validate(book)
     first, exercises, asked, solved, after = list_texts(book)
     assert "[above](#here), [elsewhere](other.ipynb), [the code](../code/a.py), none." in first
+    assert "Save [a file](../code/a.py)." in first
     assert "([Müller et al., 2001](https://a.b/1); [van Dam and Doe, 2002](" in first
     assert "https://arxiv.org/abs/2.2" in first and "says ACME (2003).\nA rank; `{cite}`" in first
     assert "![A box [a]](../figures/box.svg)" in first

@@ -47,6 +47,7 @@ Prose that says one thing.
 ![Two boxes](../figures/boxes.svg)
 
 See [the code](../code/shardlab/first.py) and [the other page](../book/execution.md#about).
+Save {download}`the code <../code/shardlab/first.py>`.
 
 ```{code-cell} ipython3
 :tags: [hide-input]

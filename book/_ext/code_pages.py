@@ -95,8 +95,13 @@ def redirect_outputs(app: Sphinx, body: BeautifulSoup, pathto: Any) -> None:
 
 
 def redirect_prose(app: Sphinx, doctree: nodes.document, docname: str) -> None:
-    """Redirect the links in prose, which MyST takes for downloads, to the pages."""
+    """Redirect the links in prose, which MyST takes for downloads, to the pages.
+
+    The role {download} stays a download.
+    """
     for link in list(doctree.findall(addnodes.download_reference)):
+        if link.get("reftype") == "download":
+            continue
         source = os.path.normpath(Path(docname).parent / link["reftarget"]).replace(os.sep, "/")
         if re.fullmatch(_FILE, source) and Path(app.srcdir, source).is_file():
             pathto = partial(app.builder.get_relative_uri, docname)

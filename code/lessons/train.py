@@ -724,7 +724,7 @@ print("the second start made", len(rest), "more steps")
 # :label: ex-train-steps
 # ```
 #
-# Copy [one_gpu.py](../code/shardlab/train/one_gpu.py) to `my_train.py`, and change it up to step 15 of this table.
+# Save {download}`one_gpu.py <../code/shardlab/train/one_gpu.py>` as `my_train.py`, and change it up to step 15 of this table.
 # After each step run `python -m shardlab steps my_train.py` in a terminal, or the cell below. Two ranks run your script, and a message says whether the step is done, and if not, what is missing:
 #
 # | step | what you write | what is checked on two ranks |

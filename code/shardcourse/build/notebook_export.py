@@ -186,6 +186,8 @@ class MarkdownWriter:
 
     def _convert_inline(self, found: re.Match[str]) -> str:
         role, said, text, to = found["role"], found["said"], found["text"], found["to"]
+        if role == "download":  # `text <path>`
+            role, (text, _, to) = None, said.removesuffix(">").rpartition(" <")
         if found["code"]:
             return found["code"]
         if found["label"]:

@@ -32,7 +32,7 @@ _SET = ("job-name", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus
         "gres", "time", "output", "error", "array", "signal", "requeue", "open-mode")  # fmt: skip
 # A command's options between its name and its program, on one line or on several.
 _OPTIONS_PATTERN = r"(?:(?: |\s*\\\n\s*)--[\w-]+(?:=\S+)?)*"
-_HINT_COMMENT = re.compile(r"^# What you type before.*\n(?:#   .*\n)*", re.MULTILINE)
+_HINT_COMMENT = re.compile(r"^# What you type before.*\n(?:#   .*\n)*\n?", re.MULTILINE)
 
 
 # Characters that need no quotes in a shell, and variables.

@@ -66,10 +66,10 @@ def test_a_lesson_says_what_it_assumes_and_where_one_goes_from_it(visit):
     wait.get_by_role("link").click()
     assert page.locator("section:target").count() == 1
     stop = page.locator("#three-stages-in-a-picture .path-stop")
-    says = "On the path Ninety minutes: stop here, next: DeepSpeed: The plain script"
+    says = "On the path Ninety minutes: stop here, next: Pipeline parallelism: Naive pipeline"
     assert stop.inner_text().startswith(says)
     stop.get_by_role("link").first.click()
-    page.wait_for_url("**/lessons/deepspeed_engine.html#the-plain-script*")
+    page.wait_for_url("**/lessons/pipeline.html#naive-pipeline*")
     page.go_back()
     onward = page.locator("nav.lesson-next")
     assert "On One day, 13:15 to 14:45: Tensor parallelism" in onward.inner_text()

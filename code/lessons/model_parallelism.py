@@ -765,14 +765,15 @@ settings = {
 print(json.dumps(settings, indent=2))
 
 # %% [markdown]
-# `initialize` wraps the model in an *engine*, which averages gradients, and zeroes them after a step.
+# `de.initialize` calls DeepSpeed's `initialize` on the rank's device.
+# The *engine* that it returns averages gradients, and zeroes them after a step.
 
 # %%
-deepspeed = de.import_deepspeed()  # `import deepspeed`, without its output
+de.import_deepspeed()  # once, before any rank starts
 
 
 def by_deepspeed(settings):
-    engine, *_ = deepspeed.initialize(model=small_gpt(), config=settings)
+    engine = de.initialize(small_gpt(), settings)
     losses = []
     for step in range(STEPS):
         tokens, targets = local_batch(step)  # four of the eight sequences

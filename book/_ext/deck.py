@@ -43,7 +43,7 @@ _SKIPPED_SECTIONS = ("Exercises", "Summary", "Further reading")
 # By class: what no slide shows, and elements of which a slide shows only the content.
 _LEFT_OUT = {
     "headerlink", "lesson-outputs", "open-folds", "can-wait", "exercise-where", "predict-title",
-    "quiz", "picture-caption",
+    "quiz", "picture-caption", "path-stop",
 }  # fmt: skip
 _UNWRAPPED = {"predict", "predict-answer"}
 

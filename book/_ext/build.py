@@ -54,28 +54,38 @@ def on_interrupt(number: int, frame: object) -> None:
     os.kill(os.getpid(), number)
 
 
-if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, on_interrupt)
-    builder = "singlehtml" if "singlehtml" in sys.argv else "html"
-    sources = hash_sources()
-    if builder == "html":
-        if SITE.exists() and BUILT.exists() and BUILT.read_text() == sources:
-            sys.exit(print("Nothing has changed since the last build."))
-        BUILT.unlink(missing_ok=True)
-        there = any(Path(f).exists() for f in ("_build/executed", "book/recorded"))
-        if Path(f"{FIRST}.md").exists() and not there:
-            build_first_lesson()
+def run_jupyter_book(builder: str, *strict: str) -> None:
+    """Build the book; exit with the failed pages' lines if a cell or a warning ends the build."""
     from jupyter_book.cli.main import main  # slow: takes seconds
     from sphinx.errors import SphinxError
 
     try:
-        strict = ["-W", "-n", "--keep-going"] if builder == "html" else []
         main(["build", "--builder", builder, *strict, "."], standalone_mode=False)
-        if builder == "html":
-            BUILT.write_text(sources)
     except RuntimeError as error:  # its traceback is in Jupyter Book's code
         if not isinstance(error.__cause__, SphinxError):
             raise
         text = str(error.__cause__)  # a page's first line says why; its cell is logged above
         sys.exit("\n".join(re.findall(r"(?m)^\S+\.md\b.*$", text)) or text)
+
+
+def build_site() -> None:
+    """Build the site if a source has changed since the last build that ended well."""
+    sources = hash_sources()
+    if SITE.exists() and BUILT.exists() and BUILT.read_text() == sources:
+        print("Nothing has changed since the last build.")
+        return
+    BUILT.unlink(missing_ok=True)
+    has_outputs = any(Path(name).exists() for name in ("_build/executed", "book/recorded"))
+    if Path(f"{FIRST}.md").exists() and not has_outputs:
+        build_first_lesson()
+    run_jupyter_book("html", "-W", "-n", "--keep-going")
+    BUILT.write_text(sources)
+
+
+if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, on_interrupt)
+    if "singlehtml" in sys.argv:
+        run_jupyter_book("singlehtml")
+    else:
+        build_site()

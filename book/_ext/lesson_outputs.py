@@ -208,10 +208,10 @@ def _only_shows(source: str) -> bool:
         statements = ast.parse(source).body
     except SyntaxError:  # a cell's magic
         return False
-    call = (
-        statements[0].value if len(statements) == 1 and isinstance(statements[0], ast.Expr) else 0
-    )
-    return isinstance(call, ast.Call) and bool(_SHOWING_CALL.fullmatch(ast.unparse(call.func)))
+    match statements:
+        case [ast.Expr(value=ast.Call(func=function))]:
+            return bool(_SHOWING_CALL.fullmatch(ast.unparse(function)))
+    return False
 
 
 def _is_missing_answer(output: nbformat.NotebookNode) -> bool:

@@ -7,6 +7,7 @@ control is the same row without the mistake, so that an alarm is due to the mist
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -207,6 +208,12 @@ def get_printed_loss(side: Side, found: Any) -> float | None:
     return None if value is None else float(side.join_loss(value))
 
 
+def freeze_first(program: Program) -> Program:
+    """Exempt all that is imported by now from the garbage collection that ends each program."""
+    gc.freeze()
+    return program
+
+
 def compare_cases(cases: dict[Any, tuple[Program, Program, int]]) -> dict[Any, Any]:
     """Compare (plain program, parallel program, ranks) for each case; return report or error line.
 
@@ -216,7 +223,7 @@ def compare_cases(cases: dict[Any, tuple[Program, Program, int]]) -> dict[Any, A
     plains = {number[name]: case[0] for name, case in cases.items()}
 
     def record_plains() -> dict[int, Record]:
-        return {n: record_program(program) for n, program in plains.items()}
+        return {n: record_program(freeze_first(program)) for n, program in plains.items()}
 
     (records,) = ranks.run(record_plains, 1, device="cpu", timeout=1200, show=False)
     found: dict[Any, Any] = {}
@@ -224,7 +231,8 @@ def compare_cases(cases: dict[Any, tuple[Program, Program, int]]) -> dict[Any, A
         mine = {name: case[1] for name, case in cases.items() if case[2] == size}
 
         def match_all(mine: dict = mine) -> dict[Any, Matcher]:
-            return {n: match_program(program, records[number[n]]) for n, program in mine.items()}
+            todo = ((n, freeze_first(program), records[number[n]]) for n, program in mine.items())
+            return {n: match_program(program, record) for n, program, record in todo}
 
         each = ranks.run(match_all, size, device="cpu", timeout=1200, show=False)
         for name in mine:

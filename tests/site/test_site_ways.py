@@ -6,26 +6,11 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from shardcourse.build import index
 from shardlab.common import show
 
 COURSE = index.read_index(show.ROOT)
 SCREENS = {"wide": {"width": 1440, "height": 900}, "phone": {"width": 390, "height": 844}}
-
-
-@pytest.mark.parametrize("screen", SCREENS)
-def test_the_head_of_every_lesson_is_one_screen(visit, screen):
-    visited = visit("book/index.html", **SCREENS[screen])
-    ends = {}
-    for topic in COURSE.topics:
-        page = visited.open_page(f"lessons/{topic}.html").page
-        heading = page.locator(".bd-article h2").first.bounding_box()
-        ends[topic] = heading["y"] + heading["height"]
-    assert len(ends) == 21
-    too_low = {topic: end for topic, end in ends.items() if end > SCREENS[screen]["height"]}
-    assert too_low == {}
 
 
 def test_what_it_is_and_the_ways_in_are_on_one_screen(visit):

@@ -353,10 +353,9 @@ assert memory.megatron_bytes("fp16", 1, distributed=False) == 20
 # :class: checked
 #
 # A GB is $10^9$ bytes, a GiB is $2^{30}$, 7.4 % more.
-# `nvidia-smi`, PyTorch's messages and DeepSpeed's estimator divide by powers of two, and the estimator labels the result "GB".
-# Papers mostly divide by powers of ten.
-# The "GB" on a GPU's label often means GiB. Llama 3 8B's states are 128.5 GB, or 119.7 GiB: confusing the units is an error of more than half the weights' size.
-# This course never mixes them, and `memory.format_bytes` takes the unit as an argument.
+# Papers mostly divide by powers of ten; `nvidia-smi`, PyTorch's messages and DeepSpeed's estimator divide by powers of two, and the estimator labels the result "GB".
+# A GPU's label often means GiB: of an H100's "80 GB" CUDA shows 79.1 GiB, which is 84.9 GB.
+# Llama 3 8B's states are 128.5 GB, or 119.7 GiB: confusing the units is an error of more than half the weights' size.
 # ````
 #
 # ## Activations

@@ -23,8 +23,8 @@
 # - find the rank at fault when a collective hangs.
 #
 # **208 ms or 80 ms?** Four ranks add up the gradients of one small model over a slow network.
-# The obvious way takes 208 ms; another way takes 80 ms.
-# Two formulas of this lesson predict both times; the first cells measure them.
+# The obvious way takes 208 ms; another way takes 80.
+# Two formulas of this lesson predict both times.
 #
 # ## Four ranks, one sum
 #
@@ -83,7 +83,7 @@ style = show.set_style()
 # %% [markdown]
 # Here are both in their plainest form; rank 0 comes after the last rank.
 # The ring's first loop adds up: rank $r$ sends piece $r-1$ first, and then always the piece to which it has just added.
-# After it rank $r$ has the whole sum of piece $r$. The second loop passes the sums on, as [pictures](#the-ring-step-by-step) show further below.
+# After it rank $r$ has the whole sum of piece $r$. The second loop passes the sums on. [Pictures](#the-ring-step-by-step) follow below.
 
 # %%
 def plain_naive(tensor, group):
@@ -108,7 +108,7 @@ def plain_ring(tensor, group):
     incoming = torch.empty_like(pieces[0])
     for step in range(size - 1):  # reduce-scatter: sums grow on their way
         outgoing = pieces[(rank - step - 1) % size]
-        # Sends `outgoing` to the rank after this one, and receives from the one before.
+        # Send to the next rank, and receive from the one before.
         ranks.exchange(outgoing, after, incoming, before, group).wait()
         pieces[(rank - step - 2) % size].add_(incoming)
     for step in range(size - 1):  # all-gather: complete sums go around once more
@@ -164,7 +164,6 @@ show.table(rows, ["way", *sends, "predicted (ms)", "measured (ms)", "difference"
 
 # %% [markdown]
 # The sums are equal, and the naive way takes more than twice as long as the ring.
-# With eight ranks the naive way would take nearly four times as long as the ring.
 #
 # The plain ring is as fast and sends as many bytes as the module's ring.
 # Only the module's ring accepts sizes that the number of ranks does not divide.

@@ -106,8 +106,8 @@ LOSSES, WEIGHTS = one_process()
 
 
 # %% [markdown]
-# Each run has two ranks: processes on GPUs where your machine has GPUs, and on the CPU otherwise. Where a cell says `device="cpu"`, its comment says why.
-# DeepSpeed is the published version 0.19.8 (November 2026). On GPUs the results and the bytes are the same, and only the times differ.
+# Each run has two ranks, on GPUs where your machine has them. Where a cell says `device="cpu"`, its comment says why.
+# DeepSpeed is version 0.19.8 (November 2026). On GPUs only the times differ.
 #
 # DeepSpeed's `initialize` takes a model, an optimizer and a dictionary, and returns an *engine*.
 # You call the engine like the model, and then its `backward` and its `step`.

@@ -212,13 +212,11 @@ print("on one H100:", round(seconds / (365 * 24 * 3600)), "years")
 # %% [markdown]
 # ## Four ways to divide the work
 #
-# A step takes a batch through layers; layers have weights; weights have gradients and optimizer states.
-#
-# ![Four ways to train one model of four layers on four ranks. Data parallelism: each rank has a quarter of the batch and all four layers; gradients are sent. ZeRO, stage 3: each rank has a quarter of the batch, and a quarter of every layer's weights, gradients and optimizer states; weights and gradients are sent. Pipeline: each rank has one layer, and the whole batch passes through all of them; activations are sent to the next rank. Tensor parallelism: each rank has the whole batch and a quarter of every layer's matrices; activations are summed in every layer.](../figures/model_parallelism_ways.svg)
-#
 # A *rank* is a process with a number, usually with a GPU of its own; on this page four ranks are real processes.
 # Operations that all ranks call together are *collectives*.
 # After an *all-reduce* every rank has the sum, or the mean, of all ranks' tensors.
+#
+# ![Four ways to train one model of four layers on four ranks. Data parallelism: each rank has a quarter of the batch and all four layers; gradients are sent. ZeRO, stage 3: each rank has a quarter of the batch, and a quarter of every layer's weights, gradients and optimizer states; weights and gradients are sent. Pipeline: each rank has one layer, and the whole batch passes through all of them; activations are sent to the next rank. Tensor parallelism: each rank has the whole batch and a quarter of every layer's matrices; activations are summed in every layer.](../figures/model_parallelism_ways.svg)
 
 # %% tags=["hide-input"]
 # Defines `beside_one_process`: compares losses and weights with one process
@@ -321,8 +319,7 @@ show.table(rows, head, caption="Predicted: Llama 3 8B on H100s, 4 million tokens
 
 
 # %% [markdown]
-# `average_and_step` sends 35 tensors, one by one.
-# [Data parallelism](data_parallel.md) packs them into *buckets*, which it sends during backward, as PyTorch's `DistributedDataParallel` does.
+# [Data parallelism](data_parallel.md) packs the 35 gradients into *buckets*, which it sends during backward, as PyTorch's `DistributedDataParallel` does.
 #
 # (mp-pipeline)=
 # ## Pipeline parallelism: a cut by layers
@@ -672,7 +669,7 @@ for name, precision, together in (
         assert found[3:] == [10, together[stage]]
 
 # %% [markdown]
-# Stages 1 and 2 take 73 and 48.5 GB in float32, 48.5 and 36.25 in mixed precision, where more of the bytes are AdamW's.
+# Stages 1 and 2 save more in mixed precision, where more of the bytes are AdamW's.
 # Activations are not divided, since each rank has those of its own sequences: stage 3 takes 24 GB, not an eighth of 122.
 #
 # Stages 1 and 2 send what data parallelism sends, because an all-reduce *is* a reduce-scatter and an all-gather.

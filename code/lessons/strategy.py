@@ -98,7 +98,7 @@ for one in (found.feasible[0], found.feasible[-1]):
 # A degree that is not printed is 1.
 # `recompute` means that backward computes all activations of a layer again; with `norms` only those of norms, with `ffn` only those between the matrices of a feed-forward network.
 #
-# torchtitan 0.3.0 can run the first layout, and it fits in memory.
+# torchtitan 0.3.0 can run the first layout.
 # The predicted time uses rates of matrix products, attention and messages that were [fitted](#predicted-and-measured-steps-compared) to published steps; the predicted memory follows from torchtitan's source and from guesses.
 # Where this page names no engine, it plans for the course's own model, whose rates are all *guesses*: rates that jobs commonly reach.
 
@@ -118,7 +118,6 @@ show.figure(plots.plot_layouts(points), alt, "strategy-layouts")
 
 
 # %% [markdown]
-# Each dot is a layout that fits.
 # A layout's memory says nothing about its speed: only a prediction tells fast layouts from slow ones.
 #
 # ## What limits a layer: memory, network or kernel launches
@@ -692,7 +691,7 @@ run_cli("strategy plan --model llama-3-70b --gpu h100 --gpus 64 --profile torcht
 
 # %% [markdown]
 # The form below runs `strategy plan` in your browser.
-# A plan of 1,500 layouts takes ten seconds there; the 4,000 layouts of 64 GPUs take up to a minute.
+# A plan of 1,500 layouts takes ten seconds there, 4,000 layouts up to a minute.
 #
 # :::{calculator} strategy
 # :model: llama-3-8b

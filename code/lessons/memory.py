@@ -338,7 +338,7 @@ for name, run_step in zip(RECIPES, (float32, mixed_precision), strict=True):
 #
 # Other sources have other numbers, each right for its own recipe.
 # Hugging Face's guide says 18: 6 for the weights in both precisions, 8 for the moments, 4 for a gradient in float32 {cite}`huggingface2026anatomy`.
-# Megatron says 18 for the same reason, and 20 where it keeps gradients in both precisions {cite}`nvidia2026distopt`.
+# NVIDIA's Megatron says 18 for the same reason, and 20 where it keeps gradients in both precisions {cite}`nvidia2026distopt`.
 
 # %% tags=["hide-input"]
 # Compares these published numbers with the recipes of shardlab.memory

@@ -98,7 +98,7 @@ for one in (found.feasible[0], found.feasible[-1]):
 # A degree that is not printed is 1.
 # `recompute` means that backward computes all activations of a layer again; with `norms` only those of norms, with `ffn` only those between the matrices of a feed-forward network.
 #
-# torchtitan 0.3.0 can run the first layout.
+# torchtitan 0.3.0, PyTorch's training platform, can run the first layout.
 # The predicted time uses rates of matrix products, attention and messages that were [fitted](#predicted-and-measured-steps-compared) to published steps; the predicted memory follows from torchtitan's source and from guesses.
 # Where this page names no engine, it plans for the course's own model, whose rates are all *guesses*: rates that jobs commonly reach.
 

@@ -299,11 +299,11 @@ def ffn() -> Figure:
 
 
 def zero() -> Figure:
-    """Model states on four ranks, by stages of ZeRO; a coloured shard is held by its owner alone, a
-    pale piece by every rank. Stage 0, data parallelism: weights, gradients and optimizer states are
-    whole on every rank, 16 bytes for each parameter. Stage 1: each rank has a quarter of the
-    optimizer states, 10 bytes. Stage 2: also a quarter of the gradients, 7 bytes. Stage 3: also a
-    quarter of the weights, 4 bytes.
+    """Model states in float32 on four ranks, by stages of ZeRO; a coloured shard is held by its
+    owner alone, a pale piece by every rank. Stage 0, data parallelism: weights, gradients and
+    optimizer states are whole on every rank, 16 bytes for each parameter. Stage 1: each rank has a
+    quarter of the optimizer states, 10 bytes. Stage 2: also a quarter of the gradients, 7 bytes.
+    Stage 3: also a quarter of the weights, 4 bytes.
     """
     figure, axes = make_canvas(WIDE, 3.55)
     kinds = (("weights", 0.19), ("gradients", 0.19), ("optimizer", 0.38))  # of 4, 4, 8 bytes

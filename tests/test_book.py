@@ -10,10 +10,12 @@ import re
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 import nbformat
 import pytest
+from docutils import core, nodes
 from throwaway import Book
 
 from shardcourse import build
@@ -258,6 +260,18 @@ def test_buttons_need_a_repository(small_book):
     assert "github/some-owner/some-name/blob/notebooks/small.ipynb" in page
     assert f'href="{address}/blob/trunk/code/shardlab/first.py#L4"' in page
     assert find_foreign_loads(small_book.root / "_build/html") == []
+
+
+def test_acronym_is_linked_only_in_its_capitals(root, monkeypatch):
+    monkeypatch.syspath_prepend(str(root / "book/_ext"))
+    import first_use
+
+    terms = SimpleNamespace(objects={("term", t): ("book/glossary", t) for t in ("ZeRO", "bubble")})
+    env = SimpleNamespace(get_domain=lambda name: terms)
+    builder = SimpleNamespace(get_relative_uri=lambda here, there: there)
+    page = core.publish_doctree("Bubbles shrink, down to zero, without ZeRO.")
+    first_use.link_first_uses(SimpleNamespace(env=env, builder=builder), page, "lessons/a")
+    assert [link.astext() for link in page.findall(nodes.reference)] == ["Bubbles", "ZeRO"]
 
 
 def test_address_that_is_none_is_refused(small_book):

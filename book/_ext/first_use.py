@@ -1,8 +1,8 @@
 """Glossary links: the first use of each glossary term in a lesson becomes a link.
 
 Authors write plain words. The first time that a lesson's prose contains a term of the glossary (in
-singular or plural, in any case), the term becomes a link. An explicit `{term}` still works, and is
-required for terms that are everyday words as well: EVERYDAY.
+singular or plural, in any case but that of an acronym's capitals), the term becomes a link. Terms
+that are everyday words as well, EVERYDAY_TERMS, need an explicit `{term}`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def link_first_uses(app: Sphinx, doctree: nodes.document, docname: str) -> None:
     if not docname.startswith("lessons/"):
         return
     objects = app.env.get_domain("std").objects
-    where = {name.lower(): at for (kind, name), at in objects.items() if kind == "term"}
+    where = {name: at for (kind, name), at in objects.items() if kind == "term"}
     left = {name for name in where if name not in EVERYDAY_TERMS}
     if not left:
         return
@@ -48,7 +48,7 @@ def link_first_uses(app: Sphinx, doctree: nodes.document, docname: str) -> None:
         pieces: list[nodes.Node] = []
         end = 0
         for found in pattern.finditer(text.astext()):
-            name = found[1].lower()
+            name = found[1] if found[1] in where else found[1].lower()
             if name not in left:
                 continue
             left.discard(name)

@@ -135,7 +135,7 @@ def render_head(app: Sphinx, docname: str, body: BeautifulSoup | None = None) ->
         return f'<a href="{address}">{escape(topics[name].title)}</a>'
 
     page = app.course.pages[topic.topic]
-    first, whole = paths.round_to_five(page.first_reading_minutes), page.rounded_minutes
+    first, whole = round(page.first_reading_minutes), page.read_minutes
     time = f"{first} minutes to read"
     if app.course.learning_paths:
         address = app.builder.get_relative_uri(docname, "book/paths")
@@ -176,9 +176,9 @@ def render_next_pages(app: Sphinx, docname: str) -> str:
     for path, session, part in paths.list_next_segments(app.course.learning_paths, docname):
         link = f"On {make_link(path.docname, path.title)}"
         link += f", {session.name}" if session.name else ""
-        to = (
-            make_link(part.docname, part.title, part.first_section) if part else "this was the last"
-        )
+        to = "this was the last"
+        if part:
+            to = make_link(part.docname, part.title, part.sections[0][1] if part.sections else "")
         items.append(f"<li>{link}: {to}</li>")
     name = docname.removeprefix("lessons/")
     needed = [topic for topic in app.course.topics.values() if name in topic.needs]
@@ -195,13 +195,14 @@ def render_next_pages(app: Sphinx, docname: str) -> str:
 
 def render_path_stops(app: Sphinx, docname: str) -> dict[str, str]:
     """Return the note for each section where a path leaves the page or skips a section, by the
-    section's id.
+    section's id; by the last exercise's number where a path reads the whole page.
     """
-    followers: dict[str, dict[str, list[str]]] = {}  # section -> what is next -> paths
+    followers: dict[str, dict[str, list[str]]] = {}  # place -> what is next -> paths
     for path, title, exercises, after in paths.list_exits(app.course.learning_paths, docname):
-        goals = [f"exercise{'s' * (len(exercises) > 1)} {index.join_words(exercises)}"] * bool(
-            exercises
-        )
+        if not (place := nodes.make_id(title) if title else exercises[-1] if exercises else ""):
+            continue
+        goals = [f"exercise{'s' * (len(exercises) > 1)} {index.join_words(exercises)}"]
+        goals *= bool(title and exercises)
         if after:
             address = app.builder.get_relative_uri(docname, after[0].docname)
             address += f"#{nodes.make_id(after[1])}" * bool(after[1])
@@ -209,16 +210,16 @@ def render_path_stops(app: Sphinx, docname: str) -> dict[str, str]:
             words = after[1] if here else ": ".join(filter(None, [after[0].title, after[1]]))
             goals.append(f'<a href="{address}">{escape(words.replace("`", ""))}</a>')
         goal = f", next: {', then '.join(goals)}" if goals else ": this was the last"
-        section = followers.setdefault(nodes.make_id(title), {})
-        section.setdefault(goal, []).append(f"<em>{escape(path.title)}</em>")
+        titles = followers.setdefault(place, {}).setdefault(goal, [])
+        titles.append(f"<em>{escape(path.title)}</em>")
 
     def render_line(goal: str, titles: list[str]) -> str:
         noun = "path" if len(titles) == 1 else "paths"
         return f"On the {noun} {index.join_words(titles)}: stop here{goal}."
 
     return {
-        section: f'<p class="path-stop">{" ".join(render_line(*one) for one in goals.items())}</p>'
-        for section, goals in followers.items()
+        place: f'<p class="path-stop">{"<br>".join(render_line(*one) for one in goals.items())}</p>'
+        for place, goals in followers.items()
     }
 
 
@@ -251,8 +252,11 @@ def add_page_notes(app: Sphinx, docname: str, body: BeautifulSoup, context: dict
     parse_html = partial(BeautifulSoup, features="html.parser")
     for section, note in render_skip_notes(app, docname).items():
         body.find("section", id=section).find(["h2", "h3"]).insert_after(parse_html(note))
-    for section, note in render_path_stops(app, docname).items():
-        body.find("section", id=section).append(parse_html(note))
+    for place, note in render_path_stops(app, docname).items():
+        if place.isdigit():
+            body.select(".solution")[int(place) - 1].insert_after(parse_html(note))
+        else:
+            body.find("section", id=place).append(parse_html(note))
     for link in body.select(".lesson-map li a"):
         link["title"] = app.course.topics[Path(link["href"]).stem].able
     if body.h1 and (head := render_head(app, docname, body)):

@@ -23,15 +23,15 @@
 # - find the rank at fault when a collective hangs.
 #
 # **208 ms or 80 ms?** Four ranks add up the gradients of one small model over a slow network.
-# The obvious way takes 208 ms; another way takes 80 ms.
-# Two formulas of this lesson predict both times; the first cells measure them.
+# The obvious way takes 208 ms; another way takes 80.
+# Two formulas of this lesson predict both times.
 #
 # ## Four ranks, one sum
 #
 # Four processes train replicas of one small model.
 # After each backward, every process needs the sum of all four processes' gradients.
 # The obvious way: every rank sends its gradients to rank 0, and rank 0 adds them and sends the sum back.
-# A less obvious way, the *ring*, is the subject of half this lesson.
+# In the *ring* every rank cuts its tensor into as many pieces as there are ranks, and sends only to the next rank, one piece at a time.
 
 # %% tags=["hide-input"]
 # Imports, the slow link's latency and bandwidth, and two timers
@@ -81,12 +81,13 @@ style = show.set_style()
 
 
 # %% [markdown]
-# Here are both in their plainest form. In the ring every rank sends only to the next rank, one piece of its tensor at a time.
-# The indices are explained [further below](#the-ring-step-by-step), with pictures.
+# Here are both in their plainest form; rank 0 comes after the last rank.
+# The ring's first loop adds up: rank $r$ sends piece $r-1$ first, and then always the piece to which it has just added.
+# After it rank $r$ has the whole sum of piece $r$. The second loop passes the sums on. [Pictures](#the-ring-step-by-step) follow below.
 
 # %%
 def plain_naive(tensor, group):
-    """All-reduce `tensor` in place: rank 0 adds up all tensors and sends the sum."""
+    """All-reduce `tensor` in place over a group of ranks: rank 0 adds up and sends the sum."""
     if dist.get_rank(group) > 0:
         ranks.isend(tensor, 0, group).wait()
         return ranks.irecv(tensor, 0, group).wait()
@@ -107,6 +108,7 @@ def plain_ring(tensor, group):
     incoming = torch.empty_like(pieces[0])
     for step in range(size - 1):  # reduce-scatter: sums grow on their way
         outgoing = pieces[(rank - step - 1) % size]
+        # Send to the next rank, and receive from the one before.
         ranks.exchange(outgoing, after, incoming, before, group).wait()
         pieces[(rank - step - 2) % size].add_(incoming)
     for step in range(size - 1):  # all-gather: complete sums go around once more
@@ -116,7 +118,7 @@ def plain_ring(tensor, group):
 
 
 # %% [markdown]
-# The next cell runs both, and the ring of this lesson's module, `shardlab.collectives`, over an emulated link of 100 MB/s and 5 ms, similar to a long-distance line of 1 Gbit/s.
+# The next cell runs both, and the ring of this lesson's module, `shardlab.collectives`, over an emulated link of 100 MB/s, on which a message takes 5 ms more.
 
 # %%
 WAYS = {
@@ -162,10 +164,9 @@ show.table(rows, ["way", *sends, "predicted (ms)", "measured (ms)", "difference"
 
 # %% [markdown]
 # The sums are equal, and the naive way takes more than twice as long as the ring.
-# With eight ranks the naive way would take nearly four times as long as the ring.
 #
 # The plain ring is as fast and sends as many bytes as the module's ring.
-# Only the module's ring accepts sizes that the number of ranks does not divide; its two loops are functions that later lessons use.
+# Only the module's ring accepts sizes that the number of ranks does not divide.
 #
 # ## Rank, world size, local rank, process group
 #

@@ -85,7 +85,7 @@ def local_batch(step, size=4, rank=None):
 # You need one thing from [Collectives](collectives.md): the all-reduce.
 #
 # Four ranks that share the course's text could need a quarter of one process's time.
-# So we give each rank a quarter of the windows of text (64 tokens each), and train for five steps.
+# So each rank gets a quarter of the windows of text (64 tokens each), and trains for five steps.
 # `measure_drift` returns the largest difference between a weight and rank 0's copy.
 
 # %%
@@ -175,15 +175,10 @@ assert apart == [0.0] * 4
 # The drift is exactly zero.
 # One rank computes each sum, and all ranks get a copy, so their gradients have the same bits.
 #
-# `average_one_by_one` fails for frozen parameters, and for parameters without a gradient on some rank.
-# An all-reduce waits for every rank: if a rank skipped it for lack of a gradient, the others would wait forever.
-# The package's [average_gradients](../code/shardlab/data_parallel/buckets.py) handles both cases.
-#
 # ````{admonition} False: "copies synchronise their weights"
 # :class: checked
 #
 # No weight is sent in a step, only gradients.
-# (`DistributedDataParallel` sends weights once, before the first step.)
 # Averaging weights after the step is another algorithm: AdamW scales each rank's step by that rank's own moments, so the mean of the ranks' steps is not the step of the mean gradient.
 # Both algorithms give the same weights only with plain SGD, whose step is the gradient times the learning rate.
 # ````
@@ -523,7 +518,7 @@ show.source(DataParallel)
 #
 # A ring all-reduce of $S$ bytes sends $2\frac{N-1}{N}S$ bytes from each rank ([Collectives](collectives.md)), whatever the batch size.
 # So the three steps should send the same gradients, in different numbers of messages.
-# Step 1 sends one message per parameter; steps 2 and 3 send one per bucket, with the extra element (four bytes) of each parameter.
+# Step 1, in the package [average_gradients](../code/shardlab/data_parallel/buckets.py), sends one message per parameter; steps 2 and 3 send one per bucket, with the extra element (four bytes) of each parameter.
 # The last two columns compare the prediction with an independent count: the bytes that the operating system's loopback interface transmitted.
 
 # %% tags=["hide-input", "measured"]

@@ -106,12 +106,13 @@ LOSSES, WEIGHTS = one_process()
 
 
 # %% [markdown]
-# Each run has two ranks: processes on GPUs where your machine has GPUs, and on the CPU otherwise. Where a cell says `device="cpu"`, its comment says why.
-# DeepSpeed is the published version 0.19.8 (November 2026). On GPUs the results and the bytes are the same, and only the times differ.
+# Each run has two ranks, on GPUs where your machine has them. Where a cell says `device="cpu"`, its comment says why.
+# DeepSpeed is version 0.19.8 (November 2026). On GPUs only the times differ.
 #
 # DeepSpeed's `initialize` takes a model, an optimizer and a dictionary, and returns an *engine*.
 # You call the engine like the model, and then its `backward` and its `step`.
 # The script averages no gradients and calls no `zero_grad`: the engine does both.
+# `de.import_deepspeed` imports DeepSpeed for the rank's device.
 
 # %%
 def plain_script(settings):
@@ -160,8 +161,9 @@ for name, results in (("four lines: ", with_all), ("three lines:", without)):
 print("one process: " + ", ".join(f"{value:.4f}" for value in LOSSES))
 
 # %% [markdown]
+# The three lines leave out `gradient_clipping`: DeepSpeed 0.19.8 then clips the gradients' norm at 1.0, so its losses differ from step 3 on.
+#
 # The plain script moves nothing to a GPU, accumulates no gradients, and checks no key of its dictionary, so a misspelt key is accepted.
-# On a CPU DeepSpeed also compiles a C++ extension when it first joins a process group. `de.import_deepspeed()` prevents this.
 #
 # ## What the engine does in forward, backward and step
 #
@@ -199,8 +201,6 @@ for name, value in settings.items():
 # | `zero_force_ds_cpu_optimizer` | refuse an offloaded optimizer that is not DeepSpeed's compiled CPU Adam | true: torch's own AdamW is refused |
 # | `zero_allow_untested_optimizer` | accept an optimizer that was not tested with ZeRO: any but DeepSpeed's own and torch's Adam, AdamW and Adagrad | false: such an optimizer is refused from stage 1 on |
 # | `steps_per_print` | how often to log progress: here never | no progress is logged |
-#
-# The three-line run above left out the fourth row, `gradient_clipping`.
 #
 # ````{admonition} Only if DeepSpeed is older than 0.19.3: "without a clipping line there is no clipping"
 # :class: checked
@@ -1016,6 +1016,7 @@ except ValueError as error:
 #
 # > DeepSpeedCPUAdam requires the cpu_adam op, which failed to build/load.
 #
+# On a CPU DeepSpeed also compiles an extension when it first joins a process group, unless `de.import_deepspeed` imports it.
 # Install `g++` and `ninja` in the image; or pass a torch optimizer, as this page does; or write `"torch_adam": true` beside the optimizer's parameters.
 # The optimizers differ in more than speed. The default weight decay is 0.01 in torch's AdamW and 0 in DeepSpeed's: write the number.
 #

@@ -338,7 +338,7 @@ for name, run_step in zip(RECIPES, (float32, mixed_precision), strict=True):
 #
 # Other sources have other numbers, each right for its own recipe.
 # Hugging Face's guide says 18: 6 for the weights in both precisions, 8 for the moments, 4 for a gradient in float32 {cite}`huggingface2026anatomy`.
-# Megatron says 18 for the same reason, and 20 where it keeps gradients in both precisions {cite}`nvidia2026distopt`.
+# NVIDIA's Megatron says 18 for the same reason, and 20 where it keeps gradients in both precisions {cite}`nvidia2026distopt`.
 
 # %% tags=["hide-input"]
 # Compares these published numbers with the recipes of shardlab.memory
@@ -353,10 +353,9 @@ assert memory.megatron_bytes("fp16", 1, distributed=False) == 20
 # :class: checked
 #
 # A GB is $10^9$ bytes, a GiB is $2^{30}$, 7.4 % more.
-# `nvidia-smi`, PyTorch's messages and DeepSpeed's estimator divide by powers of two, and the estimator labels the result "GB".
-# Papers mostly divide by powers of ten.
-# The "GB" on a GPU's label often means GiB. Llama 3 8B's states are 128.5 GB, or 119.7 GiB: confusing the units is an error of more than half the weights' size.
-# This course never mixes them, and `memory.format_bytes` takes the unit as an argument.
+# Papers mostly divide by powers of ten; `nvidia-smi`, PyTorch's messages and DeepSpeed's estimator divide by powers of two, and the estimator labels the result "GB".
+# A GPU's label often means GiB: of an H100's "80 GB" CUDA shows 79.1 GiB, which is 84.9 GB.
+# Llama 3 8B's states are 128.5 GB, or 119.7 GiB: confusing the units is an error of more than half the weights' size.
 # ````
 #
 # ## Activations

@@ -212,13 +212,11 @@ print("on one H100:", round(seconds / (365 * 24 * 3600)), "years")
 # %% [markdown]
 # ## Four ways to divide the work
 #
-# A step takes a batch through layers; layers have weights; weights have gradients and optimizer states.
-#
-# ![Four ways to train one model of four layers on four ranks. Data parallelism: each rank has a quarter of the batch and all four layers; gradients are sent. ZeRO, stage 3: each rank has a quarter of the batch, and a quarter of every layer's weights, gradients and optimizer states; weights and gradients are sent. Pipeline: each rank has one layer, and the whole batch passes through all of them; activations are sent to the next rank. Tensor parallelism: each rank has the whole batch and a quarter of every layer's matrices; activations are summed in every layer.](../figures/model_parallelism_ways.svg)
-#
 # A *rank* is a process with a number, usually with a GPU of its own; on this page four ranks are real processes.
 # Operations that all ranks call together are *collectives*.
 # After an *all-reduce* every rank has the sum, or the mean, of all ranks' tensors.
+#
+# ![Four ways to train one model of four layers on four ranks. Data parallelism: each rank has a quarter of the batch and all four layers; gradients are sent. ZeRO, stage 3: each rank has a quarter of the batch, and a quarter of every layer's weights, gradients and optimizer states; weights and gradients are sent. Pipeline: each rank has one layer, and the whole batch passes through all of them; activations are sent to the next rank. Tensor parallelism: each rank has the whole batch and a quarter of every layer's matrices; activations are summed in every layer.](../figures/model_parallelism_ways.svg)
 
 # %% tags=["hide-input"]
 # Defines `beside_one_process`: compares losses and weights with one process
@@ -291,7 +289,7 @@ def data_parallel():
 beside_one_process("data parallel", data_parallel)
 
 # %% [markdown]
-# In an all-reduce of $S$ bytes over a ring of $N$ ranks each rank sends $2\frac{N-1}{N}S$, less than $2S$: [Collectives](collectives.md) shows why.
+# In a *ring* each rank sends only to the next; for an all-reduce of $S$ bytes each of $N$ ranks sends $2\frac{N-1}{N}S$, less than $2S$: [Collectives](collectives.md) shows why.
 #
 # Replicas divide the batch, and with it time and activations.
 # They do not divide the states: **the whole model must fit on one GPU**.
@@ -321,8 +319,7 @@ show.table(rows, head, caption="Predicted: Llama 3 8B on H100s, 4 million tokens
 
 
 # %% [markdown]
-# `average_and_step` sends 35 tensors, one by one.
-# [Data parallelism](data_parallel.md) sends them in *buckets*, during backward, as PyTorch's `DistributedDataParallel` does.
+# [Data parallelism](data_parallel.md) packs the 35 gradients into *buckets*, which it sends during backward, as PyTorch's `DistributedDataParallel` does.
 #
 # (mp-pipeline)=
 # ## Pipeline parallelism: a cut by layers
@@ -345,6 +342,9 @@ def my_stage():
     return nn.Sequential(*layers[(0, 2, 3, 4)[rank] : (2, 3, 4, 7)[rank]])
 
 
+# %% [markdown]
+# A batch is split into $m$ *micro-batches*; a stage runs all their forwards, then all their backwards:
+
 # %%
 def pipeline_step(stage, micro_batches):
     rank, last, kept = dist.get_rank(), dist.get_world_size() - 1, []
@@ -364,7 +364,6 @@ def pipeline_step(stage, micro_batches):
 
 
 # %% [markdown]
-# A batch is split into $m$ *micro-batches*.
 # With $m = 1$ this is the *naive pipeline*: at any time three ranks wait.
 # With $m = 4$ stages work on several micro-batches at once: this is GPipe {cite}`huang2019gpipe`.
 
@@ -550,8 +549,8 @@ beside_one_process("tensor parallel", everything_cut)
 # :class: checked
 #
 # Often it sends more.
-# In data parallelism a rank sends two numbers for each parameter, whatever the batch.
-# In tensor parallelism a rank sends $8H$ numbers per token and layer: $2H$ in each all-reduce.
+# In data parallelism a rank sends nearly two numbers for each parameter, whatever the batch.
+# In tensor parallelism it sends nearly $8H$ numbers per token and layer, a quarter of them in each all-reduce.
 # `````
 
 # %% tags=["hide-input"]
@@ -589,7 +588,7 @@ show.table(rows, [*head, "tokens above which tensor parallel sends more"])
 #
 # ZeRO is data parallelism in which each rank *owns* a shard of the states, instead of holding all of them {cite}`rajbhandari2020zero`.
 #
-# ![Model states on four ranks, by stages of ZeRO; a coloured shard is held by its owner alone, a pale piece by every rank. Stage 0, data parallelism: weights, gradients and optimizer states are whole on every rank, 16 bytes for each parameter. Stage 1: each rank has a quarter of the optimizer states, 10 bytes. Stage 2: also a quarter of the gradients, 7 bytes. Stage 3: also a quarter of the weights, 4 bytes.](../figures/model_parallelism_zero.svg)
+# ![Model states in float32 on four ranks, by stages of ZeRO; a coloured shard is held by its owner alone, a pale piece by every rank. Stage 0, data parallelism: weights, gradients and optimizer states are whole on every rank, 16 bytes for each parameter. Stage 1: each rank has a quarter of the optimizer states, 10 bytes. Stage 2: also a quarter of the gradients, 7 bytes. Stage 3: also a quarter of the weights, 4 bytes.](../figures/model_parallelism_zero.svg)
 #
 # All weights are put into one flat tensor, of which each rank owns a quarter.
 # A *reduce-scatter* gives each rank the averaged gradients of its quarter alone.
@@ -670,7 +669,7 @@ for name, precision, together in (
         assert found[3:] == [10, together[stage]]
 
 # %% [markdown]
-# Stages 1 and 2 take 73 and 48.5 GB in float32, 48.5 and 36.25 in mixed precision, where more of the bytes are AdamW's.
+# Stages 1 and 2 save more in mixed precision, where more of the bytes are AdamW's.
 # Activations are not divided, since each rank has those of its own sequences: stage 3 takes 24 GB, not an eighth of 122.
 #
 # Stages 1 and 2 send what data parallelism sends, because an all-reduce *is* a reduce-scatter and an all-gather.
@@ -725,8 +724,8 @@ show.table(rows, head, caption="The fullest of four ranks")
 # (mp-choose)=
 # ## How to choose
 #
-# Take the first technique of the chart with which the job fits into memory.
-# Techniques 1 to 5 change no line of the model, 6 needs fast links, 7 needs a schedule; 8 is the slow last resort.
+# Take the first technique of the chart with which the job fits into memory: the simplest, not always the fastest.
+# Techniques 1 to 5 change no line of the model, 6 needs fast links, 7 many micro-batches; 8 is the slow last resort.
 #
 # ![A flow chart with a box for each technique. Each box asks: can the batch be divided, and does the fullest rank fit into its memory? Yes: train. No: the next box. After the last: more GPUs, or larger ones. The boxes: 1, data parallel: every GPU has a full replica of the model; 2, ZeRO-1: optimizer states sharded over the replicas; 3, ZeRO-2: gradients sharded, too; 4, ZeRO-3: weights sharded, too, if the link is fast enough; 5, recompute: layers keep only their inputs; ZeRO as before; 6, tensor in the node: matrices sharded over 2, 4, … GPUs of a node; 7, pipeline across nodes: layers split into stages on several nodes; 8, the host's memory: optimizer, or all states, on the host: slowest.](../figures/model_parallelism_choose.svg)
 #
@@ -740,7 +739,7 @@ for name in ("gpt-2", "llama-3-8b", "llama-3-70b"):
     print(name, "on 64 H100s:", strategy.choose_by_chart(found).layout)
 
 # %% [markdown]
-# A later technique may be faster; [Strategy](strategy.md) predicts by how much.
+# [Strategy](strategy.md) predicts the time of every layout.
 #
 # Large jobs, such as [GPT-3 on 64 GPUs](../book/gpt3_on_64_gpus.md), combine tensor parallelism inside each node, a pipeline across nodes, and ZeRO-1 across replicas.
 #
@@ -832,7 +831,7 @@ for stage in (2, 3):
 # :label: ex-map-states
 # ```
 #
-# 7 billion parameters are trained in mixed precision: weights and gradients in 16 bits; master weights and AdamW's two means in float32.
+# 7 billion parameters are trained in mixed precision: weights and gradients in 16 bits; a copy of the weights and AdamW's two means in float32.
 # 16 GPUs divide the states by ZeRO-2.
 # How many bytes of states does each GPU hold?
 

@@ -80,8 +80,6 @@ def make_pipeline(name, microbatches, model=None, chunks=None, **options):
 
 
 # %% [markdown]
-# You need the activations section of [Memory](memory.md).
-#
 # Each of $p$ ranks holds a *stage*: consecutive layers with their gradients and optimizer states.
 #
 # ![A model of an embedding, eight blocks, a LayerNorm and a head, split into four stages, one for each rank: rank 0 has the embedding and blocks 1 and 2, rank 1 blocks 3 and 4, rank 2 blocks 5 and 6, rank 3 blocks 7 and 8, the LayerNorm and the head. Each rank holds weights, gradients and optimizer states of its own stage alone. Activations pass from each rank to the next, and their gradients come back.](../figures/pipeline_cut.svg)
@@ -110,7 +108,7 @@ def naive_step():
 
 
 gradients = ranks.run(naive_step, 2)
-print("parameters on each rank:", [len(found) for found in gradients])
+print("parameter tensors on each rank:", [len(found) for found in gradients])
 
 # %% [markdown]
 # The gradients are bitwise equal to those of one process:

@@ -98,10 +98,9 @@ for one in (found.feasible[0], found.feasible[-1]):
 # A degree that is not printed is 1.
 # `recompute` means that backward computes all activations of a layer again; with `norms` only those of norms, with `ffn` only those between the matrices of a feed-forward network.
 #
-# torchtitan 0.3.0 can run the first layout, and it fits in memory.
+# torchtitan 0.3.0, PyTorch's training platform, can run the first layout.
 # The predicted time uses rates of matrix products, attention and messages that were [fitted](#predicted-and-measured-steps-compared) to published steps; the predicted memory follows from torchtitan's source and from guesses.
 # Where this page names no engine, it plans for the course's own model, whose rates are all *guesses*: rates that jobs commonly reach.
-# [Rules of thumb](#rules-of-thumb-judged) and [Which constant would change the choice?](#which-constant-would-change-the-choice) use these guesses, and are as uncertain.
 
 # %% tags=["hide-input"]
 # Draws every layout that fits: reserved memory and time of a step
@@ -119,7 +118,6 @@ show.figure(plots.plot_layouts(points), alt, "strategy-layouts")
 
 
 # %% [markdown]
-# Each dot is a layout that fits.
 # A layout's memory says nothing about its speed: only a prediction tells fast layouts from slow ones.
 #
 # ## What limits a layer: memory, network or kernel launches
@@ -684,14 +682,28 @@ show.table(rows, ["job", "if", "the fastest is", "the first choice takes longer 
 # ## The command `strategy plan`, and its form
 #
 # `strategy plan` runs this planner; without `--profile` it plans for the course's own model.
-# It prints the number of guessed rates, the fastest layouts, and the reasons why others were ruled out; `--explain` adds the parts of the first layout's time, and `--json` prints everything.
+# It prints the number of guessed rates, the fastest layouts, and the reasons why others were ruled out.
+# In its table `b` is the number of sequences in a micro-batch, `m` of micro-batches in a step; `GB` is what the fullest GPU reserves, `free` what it could still reserve, `s` the time of a step.
+# `MFU` is the fraction of the GPU's peak rate that the model's own operations reach.
 
 # %%
 run_cli("strategy plan --model llama-3-70b --gpu h100 --gpus 64 --profile torchtitan --top 3")
 
 # %% [markdown]
-# The command also searches context ranks (for sequences of at least 8,192 tokens), unequal stages and chunks, and recomputation of single operators; `--json` lists what it did not search, and why.
-# Below the table it warns where little memory is free or the MFU is low.
+# The form below runs `strategy plan` in your browser.
+# A plan of 1,500 layouts takes ten seconds there, 4,000 layouts up to a minute.
+#
+# :::{calculator} strategy
+# :model: llama-3-8b
+# :gpu: a100-40
+# :gpus: 8
+# :tokens: 2e12
+# :::
+#
+# ## More options, `strategy emit` and `strategy run`
+#
+# `strategy plan` also searches context ranks (for sequences of at least 8,192 tokens), unequal stages and chunks, and recomputation of single operators.
+# `--json` lists what it did not search, and why; `--explain` adds the parts of the first layout's time.
 # `--layout` predicts one given layout, for instance from a paper.
 # With Megatron's constants, Llama 3 405B on 16,384 GPUs is predicted at 44 % MFU; the real job had 41 % {cite}`dubey2024llama3`.
 # The job ran in 80 GiB; the prediction is 92 GB, or 80 GB if gradients are sharded as well.
@@ -721,16 +733,6 @@ run_cli("strategy run --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4", 
 
 # %% [markdown]
 # [`python -m shardlab parity`](parity.md#comparing-two-scripts) says whether *your* training script computes the same numbers under this layout as in one process.
-#
-# The form below runs `strategy plan` in your browser.
-# A plan of 1,500 layouts takes ten seconds there; the 4,000 layouts of 64 GPUs take up to a minute.
-#
-# :::{calculator} strategy
-# :model: llama-3-8b
-# :gpu: a100-40
-# :gpus: 8
-# :tokens: 2e12
-# :::
 #
 # ## The module
 #

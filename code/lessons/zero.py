@@ -98,7 +98,7 @@ def max_difference(a, b):
 
 
 # %% [markdown]
-# You need two things from [Collectives](collectives.md): the reduce-scatter and the all-gather.
+# You need the reduce-scatter and the all-gather, as [Model parallelism](model_parallelism.md#zero-copies-that-divide-their-states) defines them and [Collectives](collectives.md) builds them.
 #
 # Data parallelism makes its ranks equal on purpose: same weights, same averaged gradients, so the same step of the same optimizer.
 # The next cell trains with data parallelism on four ranks, and computes a hash of every tensor that each rank holds: equal tensors have equal hashes.

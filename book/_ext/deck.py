@@ -442,7 +442,7 @@ def make_candidates(section: Section) -> list[Slide]:
             continue
         rank, render, ask = RENDERERS[block.kind]
         body, lead = "", find_lead(blocks[:place])
-        if lead.endswith("?") or lead and block.kind in ("table", "listed", "code"):
+        if lead.endswith("?") or lead and block.kind not in ("steps", "figure", "checked"):
             body = render(block, high - 14 - 36 * math.ceil(len(strip_tags(lead)) / 80))
             body = body and f'<p class="lead">{lead}</p>{body}'
         if body := body or render(block, high):

@@ -212,8 +212,6 @@ show.figure(
 # But the next pass in the loop is the *backward* of micro-batch 0, which waits for a gradient from the last stage.
 # The order of passes, called the *schedule*, has to change. The fraction of a step in which a stage waits is the *bubble*.
 #
-# ![Three timelines of four stages on one axis. The whole batch at once: one stage computes at a time, and each is busy 25 % of the time. Four micro-batches in a loop, forward and backward of one before the next begins: still one stage at a time, still 25 %. GPipe, forwards of all four and then backwards of all four: stages overlap, each is busy 57 % of the time, and the step takes less than half as long.](../figures/pipeline_microbatches.svg)
-#
 # ## GPipe: all forwards, then all backwards
 #
 # With $m$ micro-batches a stage runs $2m$ passes, in some order. *Forward*: take activations from the stage before, compute, and send the result on. *Backward*: take a gradient from the stage after, compute, and send the gradient of the input back.
@@ -287,7 +285,9 @@ def gpipe(stage, pieces):
 gradients = ranks.run(train_step, 4, gpipe, 8)
 
 # %% [markdown]
-# How large is its bubble? If a forward takes $f$ seconds and a backward $g$, a stage works for $m(f + g)$ seconds.
+# ![Three timelines of four stages on one axis. The whole batch at once: one stage computes at a time, and each is busy 25 % of the time. Four micro-batches in a loop, forward and backward of one before the next begins: still one stage at a time, still 25 %. GPipe, forwards of all four and then backwards of all four: stages overlap, each is busy 57 % of the time, and the step takes less than half as long.](../figures/pipeline_microbatches.svg)
+#
+# How large is GPipe's bubble? If a forward takes $f$ seconds and a backward $g$, a stage works for $m(f + g)$ seconds.
 # The last of the $p$ stages starts after $p-1$ forwards. After its last backward, $p-1$ more backwards follow until the first stage is done. So a step takes $(m+p-1)(f+g)$, and
 #
 # $$
@@ -541,7 +541,7 @@ print("1F1B takes", max(plain_simulate(orders, {"F": 1, "B": 2}).values()), "uni
 # ```
 
 # %% tags=["hide-input"]
-# Table: bubbles of all schedules, by formula and simulated
+# Table: bubbles for p = 4, m = 8, and activations held by stages 0 to 3
 
 ends = plain_simulate(orders, {"F": 1, "B": 2})
 timeline = pipeline.simulate(pipeline.make_schedule("1f1b", 4, 6))
@@ -642,7 +642,13 @@ for schedule in late:
 # Within one group, nccl runs the messages between two ranks in the order in which each rank posted them. Both ranks posted a send first, so each send waits for a receive that the other rank posted later.
 # gloo does not have this limit: such code works on a laptop and hangs on a cluster.
 #
-# The *parity rule* avoids the deadlock: even stages send first and then receive, odd stages receive first. One of two neighbours is even, so every send meets a receive. Here each rank exchanges its rank number with both neighbours:
+# There are three ways out:
+#
+# - The *parity rule*: even stages send first and then receive, odd stages receive first. One of two neighbours is even, so every send meets a receive.
+# - `dist.batch_isend_irecv` gives both messages to nccl at once, and nccl runs them together. Megatron uses this call in 1F1B, this course in a ring (`ranks.exchange`).
+# - A group for each direction, so that neither waits for the other: `Stage` has `down` and `up`. `shardlab.pipeline` has two groups, too, because it posts receives early.
+#
+# Here the parity rule exchanges rank numbers with both neighbours:
 
 # %%
 def swap(out, peer):
@@ -666,20 +672,18 @@ def swap_with_both():
 print(*ranks.run(swap_with_both, 4))
 
 # %% [markdown]
-# There are two more solutions. `dist.batch_isend_irecv` gives both messages to nccl at once, and nccl runs them together. Megatron uses this call in 1F1B, this course in a ring (`ranks.exchange`).
-# Or each direction gets its own group, so that neither direction waits for the other. `Stage` has the groups `down` and `up`. `shardlab.pipeline` has two groups, too, because it posts receives before it has anything to send in the other direction.
-#
 # ## The executor on real ranks
 #
 # `python -m shardlab.pipeline` trains five steps with the naive schedule, GPipe and 1F1B on two ranks, compares with one process, and prints the bytes held and sent.
 #
 # The positions of messages in a stage's list decide how fast the pipeline is, and whether it deadlocks.
+#
+# `RF1` posts the receive of the input of `F1`, and `SF0` sends the output of `F0`; `RB` and `SB` are the same for gradients. These four do not block: the pass that needs a message waits for it.
 
-# %%
+# %% tags=["slide"]
 print(*pipeline.make_schedule("1f1b", 4, 4).actions[1])
 
 # %% [markdown]
-# `RF1` posts the receive of the input of `F1`, and `SF0` sends the output of `F0`; `RB` and `SB` are the same for gradients. These four do not block: the pass that needs a message waits for it.
 # A receive is posted *one pass before* it is needed, so its message travels during that pass:
 #
 # ![A stage that alternates forward and backward, twice. Above, each receive is posted when its pass is due: the transfer runs while the stage waits. Below, each receive is posted one pass earlier: the transfer overlaps with that pass, and the stage never waits.](../figures/pipeline_messages.svg)
@@ -771,14 +775,9 @@ for order, name in ((gpipe, "gpipe"), (one_f_one_b, "1f1b")):
     ]
     times = [f"{1e3 * t:.0f}" for t in seconds]
     rows.append((name, f"{first[order] / 1e6:.2f}", f"{peak / 1e6:.2f}", *times))
-head = [
-    "schedule",
-    "plain: held (MB)",
-    "core: held (MB)",
-    "plain: step (ms)",
-    "core: step (ms)",
-]
-show.table(rows, head)
+parts = "held (MB)", "step (ms)"
+head = [f"{executor}: {part}" for part in parts for executor in ("plain", "core")]
+show.table(rows, ["schedule", *head])
 
 # %% [markdown]
 # ## Bitwise equality with one process
@@ -872,9 +871,10 @@ for which, what in enumerate(("gradients", "weights")):
 # - compared with one process that runs the whole batch *at once*: its matrix products have more rows, and may add in another order.
 
 # %% tags=["hide-input"]
-# Table: the two cases that differ, in float32 and in float64
+# Table: largest differences from one process
 
-shape, rows = replace(SMALL, layers=4), []
+apart = (f"{value:.0g}" for value in results.amax((0, 1, 2)).tolist())
+shape, rows = replace(SMALL, layers=4), [("all schedules, untied", "float32", *apart)]
 for case, tied, at_once in (
     ("tied weights", True, False),
     ("the batch at once", False, True),
@@ -890,7 +890,7 @@ for case, tied, at_once in (
             0 < value < limit for value, limit in zip(apart, room, strict=True)
         ), apart
         rows.append((case, str(dtype)[6:], *(f"{value:.0e}" for value in apart)))
-show.table(rows, ["1F1B on 4 stages", "type", "gradients", "weights after five steps"])
+show.table(rows, ["on 4 stages", "type", "gradients", "weights after five steps"])
 
 # %% [markdown]
 # In float64, with about nine more digits, both differences shrink by about nine digits, so they are rounding errors. With dropout, ranks draw other masks than one process.
@@ -952,7 +952,7 @@ show.table(
 #
 # Here is the interleaved step, simulated and measured:
 
-# %% tags=["hide-input", "measured"]
+# %% tags=["hide-input", "measured", "skip-slide"]
 # Draws the interleaved step, simulated and measured
 
 measured = near["interleaved"]
@@ -1145,15 +1145,8 @@ for what, layers in cuts.items():
         f"{100 * off:+.1f}",
     ]
     rows.append((what, str(layers), *times, f"{100 * predicted.bubble:.0f}"))
-head = [
-    "cut",
-    "layers",
-    "step: predicted (ms)",
-    "measured (ms)",
-    "difference (%)",
-    "bubble (%)",
-]
-show.table(rows, head)
+head = ["cut", "layers", "step: predicted (ms)", "measured (ms)"]
+show.table(rows, [*head, "difference (%)", "bubble (%)"])
 
 # %% [markdown]
 # Memory is uneven, too: with 1F1B the first stage holds the most activations, and the last stage the logits.

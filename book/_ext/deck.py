@@ -102,20 +102,11 @@ def format_list(items: list[str]) -> str:
     return f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
 
 
-def list_children(tag: Tag) -> list[Tag]:
-    """Return the child elements of an element."""
-    return tag.find_all(True, recursive=False)
-
-
 def drop_pointers(html: str) -> str:
     """Return the first sentences in a row that point at nothing outside the slide."""
-
-    def points(html: str) -> bool:
-        return bool(_POINTER.search(strip_tags(html)))
-
-    html = re.sub(r"\s*\([^()]*\)", lambda m: "" if points(m[0]) else m[0], html)
+    html = re.sub(r"\s*\([^()]*\)", lambda m: "" if _POINTER.search(m[0]) else m[0], html)
     every = re.split(r"(?:(?<=[.?!])|(?<=[.?!]\)))\s+(?=[A-Z<(])", html)
-    kept = takewhile(lambda one: not points(one), dropwhile(points, every))
+    kept = takewhile(lambda one: not _POINTER.search(one), dropwhile(_POINTER.search, every))
     return " ".join(islice(kept, MAX_SENTENCES))
 
 
@@ -136,18 +127,17 @@ def split_sections(body: Tag) -> list[Section]:
         if one.decomposed:  # with its parent
             continue
         classes = {*one.get("class", ())}
+        in_code = "pre" in classes and one.find_parent("code")
         if classes & _LEFT_OUT:
             one.decompose()
-        elif (
-            one.name == "a" or classes & _UNWRAPPED or "pre" in classes and one.find_parent("code")
-        ):
+        elif one.name == "a" or classes & _UNWRAPPED or in_code:
             one.unwrap()
         elif one.name == "code":
             one.attrs = {}
         elif one.get("id") and one.name != "section" and not one.find_parent("svg"):
             del one["id"]
     found = [Section(get_inner_html(body.h1))]
-    for child in list_children(body.h1.parent):
+    for child in body.h1.parent.find_all(True, recursive=False):
         _add_blocks(found, child)
     return found
 
@@ -173,7 +163,7 @@ def _add_blocks(found: list[Section], one: Tag, above: str = "") -> None:
     found.append(Section(get_inner_html(heading), one.get("id", ""), above, [title]))
     found[-1].exercises += [_parse_exercise(one) for one in one.select(".exercise") if not above]
     above = above or found[-1].title
-    for child in list_children(one):
+    for child in one.find_all(True, recursive=False):
         _add_blocks(found, child, above)
 
 

@@ -80,7 +80,7 @@ def test_a_claim_s_verdict_comes_with_the_next_step_without_what_stands_elsewher
 
 def test_tags_overrule_the_rule():
     both = f"{TABLE}<p>Something else stands between.</p>{{}}"
-    (_, *made) = make_deck(f"<h2>One</h2>{both.format(make_cell(5))}")
+    (_, *made) = make_deck(f"<h2>One</h2>{both.format(make_cell(5) * 2)}")
     assert [slide.kind for slide in made] == ["table", "code"] and "print" not in made[1].ask
     skipped = make_deck(f"<h2>One</h2>{both.format(make_cell(5, 'tag_skip-slide'))}")
     assert [s.kind for s in skipped] == ["title", "table"]

@@ -140,7 +140,8 @@ def test_the_planner_takes_the_file(tmp_path, capsys):
     whole = ["strategy", "emit", "course", *ask, *given, "--into", str(folder)]
     status, out, error = run_main(capsys, *whole, "--partition", "long")
     assert status == 0 and "Put your site's modules" not in out, error
-    assert shlex.split(out.splitlines()[-1])[:2] == ["cd", str(folder)]
+    asked = shlex.split(out[out.index("  cd ") :])
+    assert asked[1] == str(folder) and {"--partition=long", "--gres=gpu:a100:4"} <= set(asked)
     text = (folder / BATCH_FILE).read_text()
     assert text.count("--partition=") == 1 and "--partition=long" in text
     assert "module load Python/3.12 CUDA/12.6" in (folder / SITE_FILE).read_text()

@@ -24,6 +24,9 @@ from typing import Any
 from shardlab.common.arguments import MAX_QUANTITY, check_integer
 from shardlab.common.files import parse_path
 
+MAX_DEFAULT_SEQ = 8192  # tokens of a sequence
+SEQ_DEFAULT = f"the model's longest, at most {MAX_DEFAULT_SEQ:,}"
+
 
 class Parser(argparse.ArgumentParser):
     """A parser that reports an unknown option in one line, with the nearest known option."""
@@ -62,6 +65,7 @@ def add_parser(
     """Add a subcommand. `description` is its manual page, printed by --help."""
     parser = commands.add_parser(
         name,
+        help=(description or "").strip().partition("\n")[0],
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -102,6 +106,11 @@ def parse_whole(name: str, value: str | None, minimum: int = 1, maximum: int = M
     value = _convert_or_keep(int, value or "")
     check_integer(minimum, maximum, **{name: value})
     return value
+
+
+def default_seq(longest: int) -> int:
+    """Return the tokens of a sequence where no option names them."""
+    return min(longest, MAX_DEFAULT_SEQ)
 
 
 def refuse_options(options: Iterable[str], names: Iterable[str], reason: str) -> None:

@@ -32,13 +32,8 @@ from .target import Target
 
 __all__ = ["ENGINES", "Limits", "emit", "render_job"]
 
-_WRITERS: dict[str, ModuleType] = {
-    "deepspeed": deepspeed,
-    "torchtitan": torchtitan,
-    "megatron": megatron,
-    "course": course,
-    "slurm": slurm,
-}
+_MODULES = deepspeed, torchtitan, megatron, course, slurm
+_WRITERS: dict[str, ModuleType] = {each.__name__.split(".")[-1]: each for each in _MODULES}
 ENGINES = tuple(_WRITERS)
 
 

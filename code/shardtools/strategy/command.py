@@ -302,7 +302,10 @@ def _load_model(args: dict[str, Any], as_course_model: bool) -> tuple[str, Struc
     if as_course_model:  # the shape in which the course's own model computes the same
         from shardlab.checkpoint.hub_names import read_config_file  # loads torch
 
-        model = replace(model, course_config=read_config_file(path))
+        try:
+            model = replace(model, course_config=read_config_file(path))
+        except ValueError as error:
+            raise ValueError(f"{error}; plan and emit slurm take any model") from None
         if (total := get_structure(model.course_config).num_params) != model.num_params:
             words = f"config={str(path)!r}: {model.num_params:,} parameters"
             raise ValueError(f"{words}; emit and run need a model with {total:,}")

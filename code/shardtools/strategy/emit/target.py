@@ -54,15 +54,17 @@ class Target:
     def __post_init__(self) -> None:
         check_integer(seq=self.seq)
         layout, n = self.layout, self.machine.gpus_per_node
-        check_tensor_degree(self.config, layout.tp, copies=self.engine in ("megatron", "slurm"))
         if layout.world_size > n and layout.world_size % n:
             raise self.make_error(
                 f"ranks={layout.world_size}", f"be at most {n}, or a multiple of {n}"
             )
+        if self.engine == "slurm":  # it starts any program
+            return
+        check_tensor_degree(self.config, layout.tp, copies=self.engine == "megatron")
         operators = PROFILES[self.engine].recompute_operators if self.engine in PROFILES else ()
         self.check_allowed(recompute=["none", "selective", "full", *operators])
         check_expert_degree(self.config, layout.ep)
-        if self.engine not in ("megatron", "slurm"):
+        if self.engine != "megatron":
             self.check_allowed(experts=[0])
         if self.engine in SHAPED:
             self.check_allowed(**{name: [only] for name, only in PLAIN_SHAPE.items()})

@@ -9,6 +9,7 @@ import subprocess
 import time
 from dataclasses import replace
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -244,10 +245,7 @@ def test_torchtitan_has_every_field_and_every_name(name):
         for kind, which in [("data", "_replicate"), ("data", "_shard"), ("tensor", "")]
         + [("pipeline", ""), ("context", "")]
     ]
-    product = 1
-    for degree in degrees:
-        product *= degree
-    assert product == layout.world_size
+    assert prod(degrees) == layout.world_size
     assert values["training.global_batch_size"] == layout.global_batch
 
 
@@ -255,11 +253,9 @@ def test_torchtitan_s_parts_hold_each_layer_once_and_its_shapes_have_names():
     for name, parts in (("stages", (7, 9, 9, 7)), ("parts", (4,) * 8), ("v", (4,) * 8)):
         text = emit("torchtitan", TITANS[name][0], H100, TITANS[name][1])
         assert f"for layers in {parts}:" in text
-    flavors = {name: emit("torchtitan", PRESETS[name], H100, Layout(dp=8, zero=3)) for name in
-               ("llama-3-8b", "llama-3-70b", "llama-3-405b")}  # fmt: skip
-    assert "model_registry" not in flavors["llama-3-8b"]
-    assert 'model_registry("70B")' in flavors["llama-3-70b"]
-    assert 'model_registry("405B")' in flavors["llama-3-405b"]
+    for flavor in ("8B", "70B", "405B"):
+        text = emit("torchtitan", PRESETS[f"llama-3-{flavor.lower()}"], H100, Layout(dp=8, zero=3))
+        assert (f'model_registry("{flavor}")' in text) is (flavor != "8B")
 
 
 MEGATRONS = {

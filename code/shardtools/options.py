@@ -24,8 +24,7 @@ from typing import Any
 from shardlab.common.arguments import MAX_QUANTITY, check_integer
 from shardlab.common.files import parse_path
 
-MAX_DEFAULT_SEQ = 8192  # tokens of a sequence
-SEQ_DEFAULT = f"the model's longest, at most {MAX_DEFAULT_SEQ:,}"
+MAX_DEFAULT_SEQ = 8192  # tokens of a sequence without --seq, if the model takes more
 
 
 class Parser(argparse.ArgumentParser):
@@ -106,11 +105,6 @@ def parse_whole(name: str, value: str | None, minimum: int = 1, maximum: int = M
     value = _convert_or_keep(int, value or "")
     check_integer(minimum, maximum, **{name: value})
     return value
-
-
-def default_seq(longest: int) -> int:
-    """Return the tokens of a sequence where no option names them."""
-    return min(longest, MAX_DEFAULT_SEQ)
 
 
 def refuse_options(options: Iterable[str], names: Iterable[str], reason: str) -> None:

@@ -52,7 +52,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add("optimizer", "sgd, momentum, adam, adamw, or muon for the layers' matrices (adamw)", "NAME")
     add("offload", "states kept in the host's memory: none, optimizer or parameters (none)", "WHAT")
     add("batch", "sequences on each rank (1)", "B", int)
-    add("seq", f"tokens per sequence ({options.SEQ_DEFAULT})", "S", int)
+    add("seq", "tokens per sequence (the model's longest, at most 8192)", "S", int)
     add("recompute", "activations: none, selective, full, or operators: norms+ffn (none)", "HOW")
     add("attention", "implementation: fused, plain or plain-16 (fused)", "HOW")
     add("microbatches", "micro-batches per step of the pipeline (2 pp; with gpipe pp)", "M", int)
@@ -101,12 +101,12 @@ def _count_memory(settings: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
         name = settings.pop("model")
         check_one_of(PRESETS, model=name)
         model = get_structure(PRESETS[name])
-        seq = settings.setdefault("seq", options.default_seq(model.seq))
+        seq = settings.setdefault("seq", min(model.seq, options.MAX_DEFAULT_SEQ))
         counted = memory.estimate_step(PRESETS[name], layout, **({"device": "gpu"} | settings))
         more["peak"] = counted.peak
     else:
         model, name = _read_model(settings)
-        seq = settings.setdefault("seq", options.default_seq(model.seq))
+        seq = settings.setdefault("seq", min(model.seq, options.MAX_DEFAULT_SEQ))
         counted = memory.estimate_structure(model, layout, **settings)
         numbers = {"total": model.num_params, "active": model.num_active_params}
         more["count"] = numbers | {"model_type": model.model_type}

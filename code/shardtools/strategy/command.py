@@ -113,7 +113,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     add("gpu", f"machines: {', '.join(MACHINES)}", "NAME")
     add("gpus", "number of GPUs", "N", int)
     add("per-node", "GPUs of a node (the usual number for this GPU)", "N", int)
-    add("seq", f"tokens of a sequence ({options.SEQ_DEFAULT})", "S", int)
+    add("seq", "tokens of a sequence (the model's longest, at most 8192)", "S", int)
     add("batch", "sequences in a step (some four million tokens)", "B", int)
     add("tokens", "tokens of the whole training, for example 1.5e12", "N", float)
     for name, meaning in CONSTRAINT_FIELDS.items():
@@ -271,7 +271,8 @@ def _make_plan(args: dict[str, Any], as_course_model: bool = False) -> tuple[str
         machine = replace(machine, gpus_per_node=args["per_node"])
     if "tokens" in args:
         check_number(tokens=args["tokens"])
-    seq, dtype = args.get("seq", options.default_seq(config.seq)), args.get("dtype", "bf16")
+    seq = args.get("seq", min(config.seq, options.MAX_DEFAULT_SEQ))
+    dtype = args.get("dtype", "bf16")
     if "layout" in args:
         options.refuse_options(
             args, (*CONSTRAINT_FIELDS, *TEXT_CONSTRAINTS), "with --layout, which sets it"

@@ -17,7 +17,7 @@ from .emit.job import ENGINES as JOBS
 from .emit.target import Target
 from .plan import Candidate, Plan
 from .profile import PROFILES
-from .report import describe_prediction
+from .report import list_warnings
 
 DEFAULT_STEPS = 1000  # steps of the training without --tokens
 FILE_NAMES = {"deepspeed": deepspeed.FILE_NAME, "slurm": slurm.FILE_NAME}  # without a whole job
@@ -57,7 +57,6 @@ def emit_files(args: dict[str, Any], plan: Plan) -> str:
     limits, steps = Limits(**limit_fields), DEFAULT_STEPS
     if "tokens" in args:
         steps = -(-int(args["tokens"]) // (plan.batch * plan.seq))
-
     candidate, text = _find_fastest(engine, plan)
     target = Target.from_model(engine, plan.config, plan.machine, candidate.layout, plan.seq)
     if engine == "slurm":
@@ -71,7 +70,11 @@ def emit_files(args: dict[str, Any], plan: Plan) -> str:
         texts[SITE_FILE] = cluster.make_setup_script()
     if "profile" not in args:
         print("assumed: profile=course; name your program's, as deepspeed", file=sys.stderr)
-    print(*describe_prediction(plan, candidate), sep="\n", file=sys.stderr)
+    size = f"{candidate.reserved / 1e9:.1f} of {plan.usable_memory / 1e9:.1f} GB"
+    words = f"{size} on the fullest GPU (profile {plan.profile.name})"
+    said = [f"{candidate.layout}: predicted are {candidate.seconds:.3g} s a step and {words}"]
+    said += [f"Warning: {one}." for one in list_warnings(plan, candidate)]
+    print(*said, sep="\n", file=sys.stderr)
     if "into" not in args:
         return texts[name].rstrip("\n")
 

@@ -15,7 +15,6 @@ from .rates import Rates
 # Median relative error of predicted reserved bytes, on rows that were not fitted:
 # lessons/strategy.md, "Predicted and measured steps compared".
 MEMORY_ERROR = 0.07
-MIN_EXTRA = 5e-4  # share of a step that is printed as more than 0.0 %
 LOW_MFU = 0.25  # MFU below which a layout gets a warning
 LINE_WIDTH = 90  # characters of a line on the site's pages
 TIME_PARTS = {  # parts of a step's seconds
@@ -147,7 +146,7 @@ def explain_first(plan: Plan) -> str:
     longer = other.seconds / best.seconds - 1
     words = f"First is {best.layout}: the best with other degrees, {other.layout}, takes "
     words += _format_extra(longer)
-    if longer >= MIN_EXTRA:
+    if round(longer, 3):
         words += f", mostly because {most} takes {more[most]:.2g} s more ({TIME_PARTS[most]})"
     words += "."
     spread = plan.rates.by_name["products"].spread
@@ -157,7 +156,7 @@ def explain_first(plan: Plan) -> str:
 
 
 def _format_extra(share: float) -> str:
-    return f"{100 * share:.1f} % longer" if share >= MIN_EXTRA else "as long"
+    return f"{100 * share:.1f} % longer" if round(share, 3) else "as long"
 
 
 def describe_offload(plan: Plan, candidate: Candidate) -> list[str]:
@@ -189,16 +188,6 @@ def summarize_rejections(plan: Plan) -> str:
     words = [f"Of {tried:,} layouts {len(plan.feasible):,} fit."]
     words += [f"{n:,} ruled out: {reason}." for reason, n in plan.rejections.most_common(4)]
     return " ".join(words)
-
-
-def describe_prediction(plan: Plan, candidate: Candidate) -> list[str]:
-    """Return a line with a layout's predicted seconds and memory, and a line for each warning."""
-    words = (
-        f"{candidate.layout}: predicted are {candidate.seconds:.3g} s a step and "
-        f"{candidate.reserved / 1e9:.1f} of {plan.usable_memory / 1e9:.1f} GB on the fullest GPU "
-        f"(profile {plan.profile.name})"
-    )
-    return [words, *(f"Warning: {one}." for one in list_warnings(plan, candidate))]
 
 
 def list_warnings(plan: Plan, candidate: Candidate) -> list[str]:

@@ -114,14 +114,6 @@ def test_the_gpus_that_the_refusal_of_a_job_names_are_enough(capsys) -> None:
     assert status == 2 and run_cli(capsys, *job, named)[0] == 0
 
 
-def test_emit_slurm_writes_the_file_for_a_partition(capsys, tmp_path) -> None:
-    ask = "--time", "02:00:00", "--partition", "long", "--into", tmp_path
-    status, _, error = run_cli(capsys, *JOB, *ask, part="emit slurm")
-    assert status == 0 and "profile course" in error
-    text = (tmp_path / "plan.sbatch").read_text()
-    assert "--time=02:00:00" in text and "--partition=long" in text
-
-
 @pytest.mark.parametrize(
     ("engine", "gpu", "gpus"),
     [("deepspeed", "h100", 16), ("torchtitan", "h100", 16)] + [("megatron", "a100-40", 64)],

@@ -182,15 +182,12 @@ def _run_emit(args: dict[str, Any]) -> int:
             --time 00:55:00 --into job
         python -m shardlab strategy emit slurm --model llama-3-8b --gpu a100 --gpus 16
 
-    deepspeed prints its JSON; torchtitan a configuration module; megatron a script of arguments;
-    course the options of train.py; slurm a batch file for any program. --into writes this file
-    into a folder, for torchtitan, megatron and course with the whole Slurm job. The prediction and
-    its warnings go to stderr.
-
-    torchtitan takes shapes of Llama 3 and Qwen3; megatron Llama, Qwen3, Mixtral and the like;
-    course puts the sizes of a model without experts on a plain GPT; deepspeed takes any model
-    without experts, slurm any. The plan uses the bytes and seconds of the engine's --profile;
-    slurm has none: name the profile of your program, such as deepspeed.
+    deepspeed prints its JSON, for any model without experts; torchtitan a configuration module, for
+    shapes of Llama 3 and Qwen3; megatron a script of arguments, for Llama, Qwen3, Mixtral and the
+    like; course the options of train.py, a plain GPT of these sizes; slurm a batch file for any
+    program. --into writes this file into a folder, or the whole Slurm job of torchtitan, megatron
+    or course. The plan uses the bytes and seconds of the engine's --profile; with slurm name that
+    of your program. The prediction and its warnings go to stderr.
     """
     from . import emit_command  # imported here: no page's calculator loads it
     from .emit.target import SHAPED

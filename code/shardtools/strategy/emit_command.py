@@ -68,7 +68,7 @@ def emit_files(args: dict[str, Any], plan: Plan) -> str:
         texts[name] = cluster.adapt_batch_file(texts[name])
     if cluster and whole:
         texts[SITE_FILE] = cluster.make_setup_script()
-    if "profile" not in args:
+    if not {"profile", "rates"} & args.keys():  # emit slurm
         print("assumed: profile=course; name your program's, as deepspeed", file=sys.stderr)
     size = f"{candidate.reserved / 1e9:.1f} of {plan.usable_memory / 1e9:.1f} GB"
     words = f"{size} on the fullest GPU (profile {plan.profile.name})"

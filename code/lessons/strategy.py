@@ -708,10 +708,9 @@ run_cli("strategy plan --model llama-3-70b --gpu h100 --gpus 64 --profile torcht
 # With Megatron's constants, Llama 3 405B on 16,384 GPUs is predicted at 44 % MFU; the real job had 41 % {cite}`dubey2024llama3`.
 # The job ran in 80 GiB; the prediction is 92 GB, or 80 GB if gradients are sharded as well.
 #
-# `--config config.json` plans a model of Hugging Face's hub, also with latent attention, windows or experts. What `transformers` builds is [counted exactly](memory.md#memory-of-a-hugging-face-model-from-its-configjson). The command names values that a file leaves open.
+# `--config config.json` plans a model of Hugging Face's hub, also with latent attention, windows or experts. What `transformers` builds is [counted exactly](memory.md#memory-of-a-hugging-face-model-from-its-configjson).
 # `--rates here.json` takes the constants that `strategy fit` wrote.
-# `strategy emit` plans for an engine (DeepSpeed, torchtitan, Megatron or the course's `train.py`), and writes the fastest layout as this engine's configuration or a batch file for Slurm, each line with its reason.
-# [Your job](../book/your_job.md#emit) lists each engine's models.
+# `strategy emit` plans for an engine (DeepSpeed, torchtitan, Megatron or the course's `train.py`), and writes the fastest layout as this engine's configuration or a batch file for Slurm, each line with its reason. [Your job](../book/your_job.md#emit) lists each engine's models.
 # The prediction precedes the configuration:
 
 # %%

@@ -168,12 +168,7 @@ DIFFER = {
             "module": make_wrapped(data_parallel.DataParallel, model=replace(DENSE, layers=1)),
         },
     ),
-    "zero 1": (
-        make_wrapped(zero.shard_module, 1),
-        {
-            "stage": make_wrapped(zero.shard_module, 2),
-        },
-    ),
+    "zero 1": (make_wrapped(zero.shard_module, 1), {"stage": make_wrapped(zero.shard_module, 2)}),
     "zero 3": (
         make_wrapped(zero.shard_module, 3),
         {
@@ -190,29 +185,17 @@ DIFFER = {
     ),
     "tensor parallel": (
         make_wrapped(tp.parallelize, model=THREE),
-        {
-            "edges": make_wrapped(tp.parallelize, sp.SEQUENCE_SHARDED, model=THREE),
-        },
+        {"edges": make_wrapped(tp.parallelize, sp.SEQUENCE_SHARDED, model=THREE)},
     ),
     "context parallel": (
         make_wrapped(cp.distribute_model, model=THREE),
-        {
-            "attention": make_wrapped(cp.distribute_model, "ulysses", model=THREE),
-        },
+        {"attention": make_wrapped(cp.distribute_model, "ulysses", model=THREE)},
     ),
     "experts": (
         make_wrapped(experts.parallelize, model=THREES),
-        {
-            "config": make_wrapped(experts.parallelize, model=replace(THREES, capacity=1.0)),
-        },
+        {"config": make_wrapped(experts.parallelize, model=replace(THREES, capacity=1.0))},
     ),
-    "mesh": (
-        make_cube(),
-        {
-            "layout.dp": make_cube(pp=3),
-            "seed": make_cube(seed=1),
-        },
-    ),
+    "mesh": (make_cube(), {"layout.dp": make_cube(pp=3), "seed": make_cube(seed=1)}),
 }
 
 

@@ -290,6 +290,7 @@ def test_good_facts_have_no_bad_row():
         facts[2]["environment"]["NCCL_SOCKET_IFNAME"] = "ib1"  # a setting of one host
         facts[0]["environment"]["NCCL_DEBUG"] = "INFO"
         assert find_bad_rows(facts, machine=machine) == {}
+    assert find_bad_rows(make_facts(), machine=MACHINES["h100"]).keys() == {"devices"}
 
 
 def make_change(path, value, rank=2):

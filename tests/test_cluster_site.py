@@ -133,14 +133,17 @@ def test_what_a_file_cannot_say_is_one_clear_error(text, tmp_path, capsys):
 def test_the_planner_takes_the_file(tmp_path, capsys):
     ask = ["--model", "nano", "--gpu", "a100", "--gpus", "8", "--batch", "16"]
     given = ["--site", str(site.EXAMPLES / "university-modules.yml")]
-    status, out, error = run_main(capsys, "strategy", "emit", "slurm", *ask, *given)
-    assert status == 0, error
-    assert "#SBATCH --nodes=2 " in out and "#SBATCH --gres=gpu:a100:4" in out
+    more = ["--time", "02:00:00", "--into", str(tmp_path)]
+    status, _, error = run_main(capsys, "strategy", "emit", "slurm", *ask, *given, *more)
+    assert status == 0 and "profile course" in error, error
+    out = (tmp_path / "plan.sbatch").read_text()
+    assert all(f"#SBATCH --{one}" in out for one in ("nodes=2 ", "gres=gpu:a100:4", "time=02:00"))
     folder = tmp_path / "jo b$(touch X)"
     whole = ["strategy", "emit", "course", *ask, *given, "--into", str(folder)]
     status, out, error = run_main(capsys, *whole, "--partition", "long")
     assert status == 0 and "Put your site's modules" not in out, error
-    assert shlex.split(out.splitlines()[-1])[:2] == ["cd", str(folder)]
+    asked = shlex.split(out[out.index("  cd ") :])
+    assert asked[1] == str(folder) and {"--partition=long", "--gres=gpu:a100:4"} <= set(asked)
     text = (folder / BATCH_FILE).read_text()
     assert text.count("--partition=") == 1 and "--partition=long" in text
     assert "module load Python/3.12 CUDA/12.6" in (folder / SITE_FILE).read_text()

@@ -7,14 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardlab.gpt.model import (
-    GPT,
-    PRESETS,
-    Config,
-    Experts,
-    count_parameters,
-    loss,
-)
+from shardlab.gpt.model import GPT, PRESETS, Config, Experts, count_parameters, loss
 from shardlab.gpt.router import drop_overflow
 
 SMALL = Config(vocab=32, seq=12, layers=3, hidden=16, heads=2, mlp="swiglu", experts=4)

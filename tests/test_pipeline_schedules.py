@@ -77,12 +77,7 @@ def torch_orders() -> tuple[list[tuple], int]:
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, schedules
 
-    kinds = {
-        "FORWARD": "F",
-        "FULL_BACKWARD": "B",
-        "BACKWARD_INPUT": "I",
-        "BACKWARD_WEIGHT": "W",
-    }
+    kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
     found, refused = [], 0
     for p in (1, 2, 3, 4, 8):
         group = dist.new_group(list(range(p)))

@@ -9,6 +9,7 @@ import subprocess
 import time
 from dataclasses import replace
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,10 @@ MEGATRON = json.loads((HERE / "strategy_emit_megatron.json").read_text())
 TORCHTITAN = json.loads((HERE / "strategy_emit_torchtitan.json").read_text())
 
 NANO = replace(PRESETS["nano"], seq=16)
+QWEN = replace(
+    PRESETS["qwen3-30b-a3b"], layers=36, hidden=4096, kv_heads=8, ffn=12_288, experts=0,
+    expert_ffn=None,
+)  # fmt: skip
 LLAMA, GPT3, BIG = (PRESETS[name] for name in ("llama-3-8b", "gpt-3-175b", "llama-3-405b"))
 MIXTRAL = PRESETS["mixtral-8x7b"]
 H100, V100 = MACHINES["h100"], MACHINES["v100"]
@@ -204,6 +209,7 @@ TITANS = {
     "parts": (LLAMA, Layout(pp=4, chunks=2, schedule="interleaved", microbatches=8)),
     "v": (LLAMA, Layout(pp=4, chunks=2, schedule="zb-v", micro_batch=2, microbatches=8)),
     "tokens": (LLAMA, Layout(dp=4, cp=2, zero=3, recompute="full")),
+    "normed heads": (QWEN, Layout(dp=8, zero=3)),
 }
 
 
@@ -239,10 +245,7 @@ def test_torchtitan_has_every_field_and_every_name(name):
         for kind, which in [("data", "_replicate"), ("data", "_shard"), ("tensor", "")]
         + [("pipeline", ""), ("context", "")]
     ]
-    product = 1
-    for degree in degrees:
-        product *= degree
-    assert product == layout.world_size
+    assert prod(degrees) == layout.world_size
     assert values["training.global_batch_size"] == layout.global_batch
 
 
@@ -250,11 +253,9 @@ def test_torchtitan_s_parts_hold_each_layer_once_and_its_shapes_have_names():
     for name, parts in (("stages", (7, 9, 9, 7)), ("parts", (4,) * 8), ("v", (4,) * 8)):
         text = emit("torchtitan", TITANS[name][0], H100, TITANS[name][1])
         assert f"for layers in {parts}:" in text
-    flavors = {name: emit("torchtitan", PRESETS[name], H100, Layout(dp=8, zero=3)) for name in
-               ("llama-3-8b", "llama-3-70b", "llama-3-405b")}  # fmt: skip
-    assert "model_registry" not in flavors["llama-3-8b"]
-    assert 'model_registry("70B")' in flavors["llama-3-70b"]
-    assert 'model_registry("405B")' in flavors["llama-3-405b"]
+    for flavor in ("8B", "70B", "405B"):
+        text = emit("torchtitan", PRESETS[f"llama-3-{flavor.lower()}"], H100, Layout(dp=8, zero=3))
+        assert (f'model_registry("{flavor}")' in text) is (flavor != "8B")
 
 
 MEGATRONS = {
@@ -268,6 +269,7 @@ MEGATRONS = {
     "stages": (BIG, Layout(pp=16, zero=1, dp=8, microbatches=16, stages="megatron")),
     "tokens": (LLAMA, Layout(dp=2, cp=2, zero=1, **ALONG)),
     "experts": (MIXTRAL, Layout(dp=16, pp=4, ep=8, zero=1, microbatches=8)),
+    "wide heads": (PRESETS["qwen3-30b-a3b"], Layout(dp=8, ep=8, zero=1)),
 }
 
 
@@ -318,6 +320,7 @@ def test_megatron_has_every_argument_and_takes_its_value(name, tmp_path):
     degrees = [get_degree(f"--{kind}-parallel-size") for kind in cut]
     assert degrees == [layout.tp, layout.pp, layout.cp, layout.ep]
     assert ("--num-experts" in given) is (config.experts > 0)
+    assert ("--qk-layernorm" in given) is config.qk_norm
     assert get_degree("--global-batch-size") == layout.global_batch
     assert given["--seed"] == ["7"]
     nodes = int((re.findall(r"--nnodes=(\d+)", "\n".join(launch)) or ["1"])[0])
@@ -397,6 +400,8 @@ WRONG = [
     ("course", MIXTRAL, {}, "experts=8"),
     ("course", LLAMA, {"pp": 2}, "pp=2"),
     ("torchtitan", GPT3, {}, "mlp='gelu'"),
+    ("torchtitan", replace(QWEN, layers=35), {}, "layers=35"),
+    ("torchtitan", PRESETS["llama-3.2-1b"], {"pp": 2, "zero": 1}, "tied=True"),
     ("megatron", PRESETS["deepseek-v3"], {}, "latent=512"),
     ("torchtitan", LLAMA, {"pp": 2, "schedule": "zb-h1"}, "schedule='zb-h1'"),
     ("torchtitan", LLAMA, {"dp": 2, "offload": "optimizer"}, "offload='optimizer'"),

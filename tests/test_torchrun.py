@@ -138,12 +138,7 @@ def test_set_ups_commands_run_as_printed(command: str, tmp_path: Path) -> None:
     environment = without_jupyter(tmp_path)
     environment["PATH"] = "/usr/bin:/bin"  # a plain shell without the environment
     done = subprocess.run(
-        command,
-        shell=True,
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
+        command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     if "train.py" in command:

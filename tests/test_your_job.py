@@ -41,7 +41,7 @@ def test_the_planner_s_commands_run_and_say_what_the_page_says(
     status, out, error = run_main(capsys, *split_line(line))
     assert status == 0, error
     if "strategy run" in line:
-        assert out.rstrip().endswith("equal to one process but for rounding")
+        assert out.splitlines()[-1].startswith("equal to one process but for rounding")
     if "--layout" in line:
         assert "FullAC.Config()" in out and "needs 65.0 GB more" in out
     if "--into job" in line:
@@ -76,10 +76,7 @@ def test_the_other_commands_take_the_options_that_the_page_gives(capsys):
 
 def test_each_engine_s_name_of_a_remedy_is_one_that_it_has():
     settings = emit(
-        "deepspeed",
-        PRESETS["nano"],
-        MACHINES["h100"],
-        Layout(dp=2, zero=3, offload="parameters"),
+        "deepspeed", PRESETS["nano"], MACHINES["h100"], Layout(dp=2, zero=3, offload="parameters")
     ) + emit("deepspeed", PRESETS["nano"], MACHINES["h100"], Layout(tp=2))
     settings += emit("deepspeed", PRESETS["nano"], MACHINES["h100"], Layout(pp=2))
     options = {field.name for field in fields(Options)}

@@ -30,10 +30,10 @@
 # %% tags=["hide-input"]
 # Imports, four models and the machines
 import argparse
-import contextlib
 import io
 import statistics
 from collections import defaultdict
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from math import ceil, log
@@ -68,7 +68,7 @@ def run_cli(line, lines=12):
     parser = argparse.ArgumentParser()
     add_command(parser.add_subparsers())
     chosen = parser.parse_args(line.split())
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with redirect_stdout(io.StringIO()) as printed, redirect_stderr(printed):
         assert chosen.command(chosen) == 0
     print(*printed.getvalue().splitlines()[:lines], sep="\n")
 
@@ -690,7 +690,7 @@ show.table(rows, ["job", "if", "the fastest is", "the first choice takes longer 
 run_cli("strategy plan --model llama-3-70b --gpu h100 --gpus 64 --profile torchtitan --top 3")
 
 # %% [markdown]
-# The form below runs `strategy plan` in your browser.
+# The form below runs `strategy plan` in your browser, for the presets; a config.json needs the command.
 # A plan of 1,500 layouts takes ten seconds there, 4,000 layouts up to a minute.
 #
 # :::{calculator} strategy
@@ -708,10 +708,10 @@ run_cli("strategy plan --model llama-3-70b --gpu h100 --gpus 64 --profile torcht
 # With Megatron's constants, Llama 3 405B on 16,384 GPUs is predicted at 44 % MFU; the real job had 41 % {cite}`dubey2024llama3`.
 # The job ran in 80 GiB; the prediction is 92 GB, or 80 GB if gradients are sharded as well.
 #
-# `--config config.json` plans a model of Hugging Face's hub, also with latent attention, windows or experts of any kind. What `transformers` builds is [counted exactly](memory.md#memory-of-a-hugging-face-model-from-its-configjson). The command names values that a file leaves open, and refuses unknown settings in one line.
+# `--config config.json` plans a model of Hugging Face's hub, also with latent attention, windows or experts. What `transformers` builds is [counted exactly](memory.md#memory-of-a-hugging-face-model-from-its-configjson).
 # `--rates here.json` takes the constants that `strategy fit` wrote.
-# `strategy emit` plans for an engine (DeepSpeed, torchtitan, Megatron or the course's `train.py`), and writes the fastest layout as this engine's configuration or a batch file for Slurm, each line with its reason.
-# A DeepSpeed configuration begins like this:
+# `strategy emit` plans for an engine (DeepSpeed, torchtitan, Megatron or the course's `train.py`), and writes the fastest layout as this engine's configuration or a batch file for Slurm, each line with its reason. [Your job](../book/your_job.md#emit) lists each engine's models.
+# The prediction precedes the configuration:
 
 # %%
 run_cli("strategy emit deepspeed --model llama-3-8b --gpu h100 --gpus 16", 15)
@@ -721,12 +721,12 @@ run_cli("strategy emit deepspeed --model llama-3-8b --gpu h100 --gpus 16", 15)
 # So the plan of GPT-3 on 1,024 GPUs has eight stages for Megatron, and four for the course's own model:
 
 # %%
-run_cli("strategy emit megatron --model gpt-3-175b --gpu a100 --gpus 1024 --batch 1536", 3)
+run_cli("strategy emit megatron --model gpt-3-175b --gpu a100 --gpus 1024 --batch 1536", 1)
 
 # %% [markdown]
 # `strategy run` trains the first layout on ranks of this machine: the same kinds of parallelism, schedule and recomputation, with degrees, chunks and model as small as possible.
 # The command ends with status 0 only if losses and gradients equal one process's, and each rank held and sent the predicted bytes.
-# It leaves out, and names, what the course's [mesh](mesh.md) does not train, such as context ranks and experts over ranks.
+# Its last line names what it left out, such as context ranks, which the course's [mesh](mesh.md) does not train.
 
 # %% tags=["measured"]
 run_cli("strategy run --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4", 20)

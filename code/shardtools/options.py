@@ -24,6 +24,8 @@ from typing import Any
 from shardlab.common.arguments import MAX_QUANTITY, check_integer
 from shardlab.common.files import parse_path
 
+MAX_DEFAULT_SEQ = 8192  # tokens of a sequence without --seq, if the model takes more
+
 
 class Parser(argparse.ArgumentParser):
     """A parser that reports an unknown option in one line, with the nearest known option."""
@@ -62,6 +64,7 @@ def add_parser(
     """Add a subcommand. `description` is its manual page, printed by --help."""
     parser = commands.add_parser(
         name,
+        help=(description or "").strip().partition("\n")[0],
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

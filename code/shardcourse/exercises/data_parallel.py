@@ -67,11 +67,7 @@ def _compute_local_gradient(
 
 
 def _run_average(
-    answer: Callable,
-    group: dist.ProcessGroup,
-    size: int,
-    users: Sequence[int],
-    factor: float = 1.0,
+    answer: Callable, group: dist.ProcessGroup, size: int, users: Sequence[int], factor: float = 1.0
 ) -> tuple[Tensor, bool, bool]:
     """Return the gradients, whether some rank used the extra layer, and if it has a gradient now.
 

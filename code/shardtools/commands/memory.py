@@ -35,7 +35,6 @@ from shardlab.layout import SCHEDULES, SINGLE_RANK, STAGE_RULES, Layout, Structu
 from shardtools import options
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
-MAX_DEFAULT_SEQ = 8192  # with --config, most tokens of a sequence by default
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
@@ -53,7 +52,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add("optimizer", "sgd, momentum, adam, adamw, or muon for the layers' matrices (adamw)", "NAME")
     add("offload", "states kept in the host's memory: none, optimizer or parameters (none)", "WHAT")
     add("batch", "sequences on each rank (1)", "B", int)
-    add("seq", "tokens per sequence (the model's maximum; with --config at most 8192)", "S", int)
+    add("seq", "tokens per sequence (the model's longest, at most 8192)", "S", int)
     add("recompute", "activations: none, selective, full, or operators: norms+ffn (none)", "HOW")
     add("attention", "implementation: fused, plain or plain-16 (fused)", "HOW")
     add("microbatches", "micro-batches per step of the pipeline (2 pp; with gpipe pp)", "M", int)
@@ -102,18 +101,16 @@ def _count_memory(settings: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
         name = settings.pop("model")
         check_one_of(PRESETS, model=name)
         model = get_structure(PRESETS[name])
+        seq = settings.setdefault("seq", min(model.seq, options.MAX_DEFAULT_SEQ))
         counted = memory.estimate_step(PRESETS[name], layout, **({"device": "gpu"} | settings))
-        more["peak"], seq = counted.peak, settings.get("seq", model.seq)
+        more["peak"] = counted.peak
     else:
         model, name = _read_model(settings)
-        seq = settings.setdefault("seq", min(model.seq, MAX_DEFAULT_SEQ))
+        seq = settings.setdefault("seq", min(model.seq, options.MAX_DEFAULT_SEQ))
         counted = memory.estimate_structure(model, layout, **settings)
-        numbers = {
-            "total": model.num_params,
-            "active": model.num_active_params,
-            "model_type": model.model_type,
-        }
-        more |= {"count": numbers, "assumed": list(model.assumptions)}
+        numbers = {"total": model.num_params, "active": model.num_active_params}
+        more["count"] = numbers | {"model_type": model.model_type}
+        more["assumed"] = list(model.assumptions)
         unknown = model.unsupported_reason and f"unknown: {model.unsupported_reason}"
     found = {part: getattr(counted, part, 0) for part in PARTS}
     found |= {"total": sum(found.values()), **more, "host": counted.host}
@@ -122,10 +119,11 @@ def _count_memory(settings: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
     active = more.get("count", {}).get("active", model.num_params)
     some = f" ({active / 1e9:.4g} of them active)" if active < model.num_params else ""
     settings = {"precision": "bf16", "optimizer": "adamw"} | settings
+    longest = f" (of at most {model.seq:,})" * (seq < model.seq)
     title = (
         f"{name} of {model.num_params / 1e9:.4g} billion parameters{some}, "
         f"{settings['precision']}, {settings['optimizer']}, "
-        f"{layout.micro_batch} × {seq:,} tokens on each rank\n"
+        f"{layout.micro_batch} × {seq:,} tokens{longest} on each rank\n"
         f"{degrees}, ZeRO stage {layout.zero}"
     )
     if model.experts and layout.world_size > 1:
@@ -173,7 +171,8 @@ def _format_table(found: dict[str, Any], title: str, unit: str, unknown: str) ->
     rule = "  " + "-" * (name_width + 2 + size_width)
     lines.insert(len(PARTS), rule)
     notes = [f"  assumed: {words}" for words in found.get("assumed", ())]
-    return "\n".join([title, "", "  on each rank", *lines, *[""] * bool(notes), *notes])
+    notes.append("  allocated bytes: strategy plan adds what the allocator reserves beyond them")
+    return "\n".join([title, "", "  on each rank", *lines, "", *notes])
 
 
 def _parse_layers(given: str) -> str | tuple[int, ...]:

@@ -15,12 +15,7 @@ from .core import TWO_GROUPS, Case, Part, Traffic, check_values, get_gradients
 STEPS = 2
 PART = Part(
     "data_parallel",
-    visible=(
-        (2, ()),
-        (3, ("a frozen layer",)),
-        (2, ("micro-batches",)),
-        (3, ("unequal batches",)),
-    ),
+    visible=((2, ()), (3, ("a frozen layer",)), (2, ("micro-batches",)), (3, ("unequal batches",))),
     hidden=(
         (TWO_GROUPS, "buffers"),
         ("a layer that one rank uses",),

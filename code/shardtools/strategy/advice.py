@@ -103,6 +103,12 @@ def list_remedies(plan: Plan, layout: Layout) -> list[Remedy]:
     return sorted(listed, key=lambda one: (one.seconds, one.reserved))
 
 
+def _find_remedy(plan: Plan, layout: Layout) -> str:
+    """Return the fastest change of `layout` that fits, or ""."""
+    changed = (one for one in list_remedies(plan, layout) if one.layout != layout)
+    return next((one.name for one in changed if one.reserved <= plan.usable_memory), "")
+
+
 def _iter_changes(plan: Plan, layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each of ENGINE_OPTIONS that applies to a layout, with the fields that it changes."""
     profile = plan.profile
@@ -110,7 +116,7 @@ def _iter_changes(plan: Plan, layout: Layout) -> Iterator[tuple[str, dict[str, A
     if layout.micro_batch % 2 == 0:
         half, twice = layout.micro_batch // 2, 2 * layout.microbatches
         yield "smaller micro-batches", {"micro_batch": half, "microbatches": twice}
-    if layout.tp > 1:
+    if layout.tp > 1 and profile.has_sequence_parallel:
         yield "sequence parallelism", {"sequence_parallel": True}
     stages = (0, 1) if layout.pp > 1 else profile.zero_stages
     higher = [zero for zero in stages if zero > layout.zero]
@@ -120,7 +126,7 @@ def _iter_changes(plan: Plan, layout: Layout) -> Iterator[tuple[str, dict[str, A
     if layout.dp % 2 == 0 and layout.replicas == 1:
         less = {"dp": layout.dp // 2, "microbatches": 2 * layout.microbatches}
         if 2 * layout.tp <= plan.machine.gpus_per_node:
-            along = {"tp": 2 * layout.tp, "sequence_parallel": profile.sequence_parallel}
+            along = {"tp": 2 * layout.tp, "sequence_parallel": profile.has_sequence_parallel}
             yield "twice the tensor ranks", less | along
         if layout.zero < 2 and isinstance(layout.stages, str):
             yield "twice the stages", less | {"pp": 2 * layout.pp}
@@ -144,6 +150,26 @@ def tabulate_remedies(plan: Plan, layout: Layout) -> list[list[str]]:
     return table
 
 
+def explain_infeasible(plan: Plan) -> str:
+    """Explain why no layout fits: the closest one, the memory it lacks, and a change that helps."""
+    closest, enough = plan.closest_infeasible, plan.usable_memory
+    if closest is None:
+        reasons = "; ".join(plan.rejections) or "no layout meets the constraints"
+        return f"gpus={plan.gpus}: no layout is possible: {reasons}"
+    words = (
+        f"gpus={plan.gpus}: no layout fits. The closest, {closest.layout}, needs "
+        f"{closest.reserved / 1e9:,.1f} GB on its fullest GPU; usable are {enough / 1e9:,.1f} GB. "
+    )
+    if name := _find_remedy(plan, closest.layout):
+        return f"{words}One change is enough: {name}."
+    shards = {"zero": max(plan.profile.zero_stages) if closest.layout.pp == 1 else 1}
+    for factor in (2, 4, 8, 16, 32, 64):
+        layout = replace(closest.layout, **shards, dp=factor * closest.layout.dp)
+        if predict_candidate(plan, plan.make_job(layout)).reserved <= enough:
+            return f"{words}It would fit with {layout.world_size} GPUs, as {layout}."
+    return f"{words}More GPUs are not enough: take shorter sequences, or GPUs with more memory."
+
+
 def explain_oom(
     config: Config | Structure, machine: Machine, layout: Layout, seq: int | None = None
 ) -> str:
@@ -163,10 +189,8 @@ def explain_oom(
         f"{plan.usable_memory / 1e9:.1f} GB. {states / 1e9:.1f} GB of it are model states, the "
         "rest activations and communication buffers."
     )
-    changed = (one for one in list_remedies(plan, layout) if one.layout != layout)
-    enough = next((one.name for one in changed if one.reserved <= plan.usable_memory), "")
-    if enough:
-        return f"{words} One change is enough: {enough}."
+    if name := _find_remedy(plan, layout):
+        return f"{words} One change is enough: {name}."
     return f"{words} No single change is enough: cut or shard the model over more ranks."
 
 

@@ -1,12 +1,6 @@
-"""`python -m shardlab strategy`: choose a layout, and predict its step time and memory.
+"""Choose a layout, and predict its step time and memory: `python -m shardlab strategy`.
 
-    python -m shardlab strategy plan --model llama-3-8b --gpu a100-80 --gpus 16 --tokens 1e12
-    python -m shardlab strategy run --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4
-    python -m shardlab strategy emit megatron --model gpt-3-175b --gpu a100 --gpus 1024
-    python -m shardlab strategy fit --rates here.json
-    python -m shardlab strategy predict rows.csv --rates rates.json
-
-`--help` after each of these commands prints its manual.
+`--help` after each of these commands prints its manual and examples.
 """
 
 from __future__ import annotations
@@ -31,9 +25,9 @@ from shardlab.layout.structure import check_expert_degree, check_tensor_degree
 from shardtools import options
 
 from . import report
-from .advice import tabulate_remedies
+from .advice import explain_infeasible, tabulate_remedies
 from .job import DTYPES
-from .plan import Plan, explain_infeasible, plan, plan_layout
+from .plan import Plan, plan, plan_layout
 from .profile import PROFILES, Profile, modernize_profile
 from .rates import Rates, load_rates, modernize_rates, read_rates
 
@@ -78,10 +72,10 @@ def _add_emit(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("engine", metavar="ENGINE", help=", ".join(ENGINES))
     _add_job(parser)
     add = partial(options.add_option, parser)
-    add("into", "write the whole Slurm job into this folder", "DIR")
-    add("site", "a cluster.yml with your site's settings; with slurm or --into", "FILE")
-    add("time", "the job's time limit (01:00:00); with --into", "TIME")
-    add("partition", "Slurm partition (the site's default); with --into", "NAME")
+    add("into", "write the file, or the whole Slurm job, into this folder", "DIR")
+    add("site", "a cluster.yml with your site's settings, for a batch file", "FILE")
+    add("time", "the batch file's time limit (01:00:00)", "TIME")
+    add("partition", "the batch file's Slurm partition (the site's default)", "NAME")
 
 
 def _add_fit(commands: argparse._SubParsersAction) -> None:
@@ -119,7 +113,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     add("gpu", f"machines: {', '.join(MACHINES)}", "NAME")
     add("gpus", "number of GPUs", "N", int)
     add("per-node", "GPUs of a node (the usual number for this GPU)", "N", int)
-    add("seq", "tokens of a sequence (the model's longest)", "S", int)
+    add("seq", "tokens of a sequence (the model's longest, at most 8192)", "S", int)
     add("batch", "sequences in a step (some four million tokens)", "B", int)
     add("tokens", "tokens of the whole training, for example 1.5e12", "N", float)
     for name, meaning in CONSTRAINT_FIELDS.items():
@@ -188,17 +182,19 @@ def _run_emit(args: dict[str, Any]) -> int:
             --time 00:55:00 --into job
         python -m shardlab strategy emit slurm --model llama-3-8b --gpu a100 --gpus 16
 
-    deepspeed prints its JSON; torchtitan a configuration module; megatron a script of arguments;
-    course the options of train.py; slurm a batch file for any program. --into writes the whole
-    Slurm job of torchtitan, megatron or course into a folder.
-
-    The plan uses the bytes and seconds of that engine's --profile; with slurm, of any profile.
+    deepspeed prints its JSON, for any model without experts; torchtitan a configuration module, for
+    shapes of Llama 3 and Qwen3; megatron a script of arguments, for Llama, Qwen3, Mixtral and the
+    like; course the options of train.py, a plain GPT of these sizes; slurm a batch file for any
+    program. --into writes this file into a folder, or the whole Slurm job of torchtitan, megatron
+    or course. The plan uses the bytes and seconds of the engine's --profile; with slurm name that
+    of your program. The prediction and its warnings go to stderr.
     """
     from . import emit_command  # imported here: no page's calculator loads it
+    from .emit.target import SHAPED
 
     args = emit_command.prepare_options(args)
-    _, plan = _make_plan(args, as_course_model=True)
-    print((emit_command.write_job if "into" in args else emit_command.emit_file)(args, plan))
+    _, plan = _make_plan(args, as_course_model=args["engine"] in SHAPED)
+    print(emit_command.emit_files(args, plan))
     return 0
 
 
@@ -272,7 +268,8 @@ def _make_plan(args: dict[str, Any], as_course_model: bool = False) -> tuple[str
         machine = replace(machine, gpus_per_node=args["per_node"])
     if "tokens" in args:
         check_number(tokens=args["tokens"])
-    seq, dtype = args.get("seq", config.seq), args.get("dtype", "bf16")
+    seq = args.get("seq", min(config.seq, options.MAX_DEFAULT_SEQ))
+    dtype = args.get("dtype", "bf16")
     if "layout" in args:
         options.refuse_options(
             args, (*CONSTRAINT_FIELDS, *TEXT_CONSTRAINTS), "with --layout, which sets it"
@@ -303,7 +300,10 @@ def _load_model(args: dict[str, Any], as_course_model: bool) -> tuple[str, Struc
     if as_course_model:  # the shape in which the course's own model computes the same
         from shardlab.checkpoint.hub_names import read_config_file  # loads torch
 
-        model = replace(model, course_config=read_config_file(path))
+        try:
+            model = replace(model, course_config=read_config_file(path))
+        except ValueError as error:
+            raise ValueError(f"{error}; plan and emit slurm take any model") from None
         if (total := get_structure(model.course_config).num_params) != model.num_params:
             words = f"config={str(path)!r}: {model.num_params:,} parameters"
             raise ValueError(f"{words}; emit and run need a model with {total:,}")

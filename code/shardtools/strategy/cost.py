@@ -110,11 +110,6 @@ class Floor:
         """Lower bound on the step time: everything that arithmetic can hide is hidden."""
         return max(max(self.arithmetic, self.tensor) + self.bubble, self.data, self.messages)
 
-    @property
-    def arithmetic_share(self) -> float:
-        """Share of the step that is arithmetic."""
-        return self.arithmetic / self.total
-
 
 def compute_floor(
     config: Config | Structure,

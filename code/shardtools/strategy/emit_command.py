@@ -11,14 +11,16 @@ from shardlab.common.arguments import check_one_of
 from shardtools import options
 from shardtools.cluster import site
 
-from .emit import ENGINES, Limits, emit, render_job
+from .emit import ENGINES, Limits, deepspeed, emit, render_job, slurm
 from .emit.job import BATCH_FILE, SITE_FILE
 from .emit.job import ENGINES as JOBS
 from .emit.target import Target
 from .plan import Candidate, Plan
 from .profile import PROFILES
+from .report import list_warnings
 
 DEFAULT_STEPS = 1000  # steps of the training without --tokens
+FILE_NAMES = {"deepspeed": deepspeed.FILE_NAME, "slurm": slurm.FILE_NAME}  # without a whole job
 
 
 def prepare_options(args: dict[str, Any]) -> dict[str, Any]:
@@ -28,14 +30,9 @@ def prepare_options(args: dict[str, Any]) -> dict[str, Any]:
     """
     engine = args["engine"]
     check_one_of(ENGINES, engine=engine)
-    if "into" in args:
-        check_one_of(JOBS, engine=engine)
-    else:
-        options.refuse_options(
-            args, ("time", "partition"), "without --into: it belongs to the job there"
-        )
-    if "site" in args and "into" not in args and engine != "slurm":
-        raise ValueError(f"--site with {engine}: needs --into")
+    if engine != "slurm" and not ("into" in args and engine in JOBS):
+        reason = f"needs a batch file: emit slurm, or --into with {', '.join(JOBS)}"
+        options.refuse_options(args, ("time", "partition", "site"), reason)
     if "site" in args:
         args = {**args, "site": (cluster := site.read_site(args["site"]))}
         args = {"per_node": cluster.gpus_per_node, **args} if cluster.gpus_per_node else args
@@ -47,43 +44,65 @@ def prepare_options(args: dict[str, Any]) -> dict[str, Any]:
     return {**args, "profile": engine}
 
 
-def emit_file(args: dict[str, Any], plan: Plan) -> str:
-    """Return the configuration of the fastest layout that an engine can run."""
-    text = _find_fastest(args["engine"], plan)[1].rstrip("\n")
-    return args["site"].adapt_batch_file(text) if "site" in args else text
+def emit_files(args: dict[str, Any], plan: Plan) -> str:
+    """Return the configuration of the fastest layout that an engine can run.
 
-
-def write_job(args: dict[str, Any], plan: Plan) -> str:
-    """Write the whole job of an engine into a folder; return its files and the next command."""
-    engine = args["engine"]
+    With --into write it into a folder, as a whole job if the engine has one; return the files and
+    the next commands. The prediction, with the plan's warnings, goes to stderr.
+    """
+    engine, cluster = args["engine"], args.get("site")
     limit_fields = {name: args[name] for name in ("time", "partition") if name in args}
-    cluster = args.get("site")
     if cluster and cluster.partition and "," not in cluster.partition:
         limit_fields = {"partition": cluster.partition, **limit_fields}
     limits, steps = Limits(**limit_fields), DEFAULT_STEPS
     if "tokens" in args:
         steps = -(-int(args["tokens"]) // (plan.batch * plan.seq))
-
-    candidate, _ = _find_fastest(engine, plan)
+    candidate, text = _find_fastest(engine, plan)
     target = Target.from_model(engine, plan.config, plan.machine, candidate.layout, plan.seq)
-    texts = render_job(target, limits, steps, candidate.seconds)
+    if engine == "slurm":
+        text = slurm.render_file(target, limits.time, limits.partition)
+    whole = "into" in args and engine in JOBS
+    name = BATCH_FILE if whole else FILE_NAMES.get(engine, "")
+    texts = render_job(target, limits, steps, candidate.seconds) if whole else {name: text}
     if cluster:
-        texts |= {
-            BATCH_FILE: cluster.adapt_batch_file(texts[BATCH_FILE]),
-            SITE_FILE: cluster.make_setup_script(),
-        }
+        texts[name] = cluster.adapt_batch_file(texts[name])
+    if cluster and whole:
+        texts[SITE_FILE] = cluster.make_setup_script()
+    if not {"profile", "rates"} & args.keys():  # emit slurm
+        print("assumed: profile=course; name your program's, as deepspeed", file=sys.stderr)
+    size = f"{candidate.reserved / 1e9:.1f} of {plan.usable_memory / 1e9:.1f} GB"
+    words = f"{size} on the fullest GPU (profile {plan.profile.name})"
+    said = [f"{candidate.layout}: predicted are {candidate.seconds:.3g} s a step and {words}"]
+    said += [f"Warning: {one}." for one in list_warnings(plan, candidate)]
+    print(*said, sep="\n", file=sys.stderr)
+    if "into" not in args:
+        return texts[name].rstrip("\n")
+
     folder = Path(options.make_folder("into", args["into"]))
-    size = f"{candidate.reserved / 1e9:.1f} GB on the fullest GPU"
-    lines = [f"{candidate.layout}: predicted are {candidate.seconds:.3g} s a step and {size}"]
-    lines.append(f"{folder}:")
+    lines = [f"{folder}:"]
     for name, text in texts.items():
         kept = name == SITE_FILE and (folder / name).exists()
         if not kept:
             options.write_file("into", folder / name, text)
         lines.append(f"  {name}" + (", kept as you edited it" if kept else ""))
+    if not whole:
+        return "\n".join(lines)
     if not cluster:
         lines.append(f"Put your site's modules and environment into {folder}/{SITE_FILE}, then")
-    return "\n".join([*lines, f"  cd {quote(str(folder))} && sbatch {BATCH_FILE}"])
+    doctor = _doctor_line(target, args)
+    lines += [f"  cd {quote(str(folder))}", f"  {doctor}", f"  sbatch {BATCH_FILE}"]
+    return "\n".join(lines)
+
+
+def _doctor_line(target: Target, args: dict[str, Any]) -> str:
+    """Return the command that checks the job's nodes, with the job's options for Slurm."""
+    n = target.ranks_per_node
+    line = f"srun --nodes={target.nodes} --ntasks-per-node={n} --gpus-per-node={n} "
+    line += f"--cpus-per-task={slurm.CPUS_PER_RANK} --time=00:10:00"
+    line += f" --partition={args['partition']}" if "partition" in args else ""
+    machine = f" --machine {args['gpu']}" if "gpu" in args else ""
+    line += f' bash -c "source ./{SITE_FILE}; python -m shardlab doctor{machine}"'
+    return args["site"].adapt_command(line) if "site" in args else line
 
 
 def _find_fastest(engine: str, plan: Plan) -> tuple[Candidate, str]:
@@ -102,5 +121,5 @@ def _find_fastest(engine: str, plan: Plan) -> tuple[Candidate, str]:
             words = f"{engine} cannot run the fastest layout ({why}); emitted is number {number}"
             print(f"{words}, {one.layout}", file=sys.stderr)
         return one, text
-    count = len(plan.feasible)
-    raise ValueError(f"engine={engine!r}: cannot run any of the {count} layouts that fit: {why}")
+    words = f"engine={engine!r}: must be one that runs this model in a layout that fits ({why})"
+    raise ValueError(words + "; emit slurm starts any program" * (engine != "slurm"))

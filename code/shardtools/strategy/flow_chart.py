@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from shardlab.layout import Layout
 
-from .plan import Candidate, Plan, explain_infeasible
+from .advice import explain_infeasible
+from .plan import Candidate, Plan
 
 TECHNIQUES = (
     "data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3", "recompute", "tensor in the node",

@@ -31,16 +31,12 @@ _SHAPES = {
     **PRESETS,
     "llama-2-7b": _LLAMA_2,
     "llama-2-13b": replace(_LLAMA_2, layers=40, heads=40, hidden=5120, ffn=13_824),
-    "llama-2-70b": replace(
-        _LLAMA_2, layers=80, heads=64, hidden=8192, kv_heads=8, ffn=28_672
-    ),
+    "llama-2-70b": replace(_LLAMA_2, layers=80, heads=64, hidden=8192, kv_heads=8, ffn=28_672),
     "gpt-3-5b": replace(_GPT, layers=24, heads=32, hidden=4096),
     "gpt-3-20b": replace(_GPT, layers=44, heads=48, hidden=6144),
     "nemotron-8b": _NEMOTRON,
     "nemotron-22b": replace(_NEMOTRON, layers=40, heads=48, hidden=6144, ffn=24_576),
-    "nemotron-340b": replace(
-        _NEMOTRON, layers=96, heads=96, hidden=18_432, kv_heads=8, ffn=73_728
-    ),
+    "nemotron-340b": replace(_NEMOTRON, layers=96, heads=96, hidden=18_432, kv_heads=8, ffn=73_728),
     "mpt-1b": replace(_MPT, layers=24, heads=16, hidden=2048),
     "mpt-3b": replace(_MPT, heads=20, hidden=2560),
     "mpt-7b": _MPT,

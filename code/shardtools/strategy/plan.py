@@ -303,17 +303,3 @@ def _describe_coverage(plan: Plan, offload: str) -> dict[str, str]:
     }  # fmt: skip
     fixed = {names[n]: f"fixed at {x}" for n, x in plan.constraints.items() if n in names}
     return coverage | fixed
-
-
-def explain_infeasible(plan: Plan) -> str:
-    """Explain why no layout fits: the closest one, and how much memory it lacks."""
-    closest = plan.closest_infeasible
-    if closest is None:
-        reasons = "; ".join(plan.rejections) or "no layout meets the constraints"
-        return f"gpus={plan.gpus}: no layout is possible: {reasons}"
-    skipped = "; ".join(f"{what} ({why})" for what, why in plan.search_coverage.items() if why)
-    return (
-        f"gpus={plan.gpus}: no layout fits. The closest, {closest.layout}, needs "
-        f"{closest.reserved / 1e9:,.1f} GB on its fullest GPU; usable are "
-        f"{plan.usable_memory / 1e9:,.1f} GB. Not searched: {skipped}"
-    )

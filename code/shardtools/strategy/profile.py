@@ -45,6 +45,7 @@ class Profile:
     prefetches_weights: bool = True  # ZeRO-1 and 2 gather weights during the next forward pass
     captures_graph: bool = False  # without a pipeline a step is one CUDA graph
     sequence_parallel: bool = False  # tensor parallelism always includes sequence parallelism
+    has_sequence_parallel: bool = True
     # Features that the engine supports.
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # without a pipeline; with one, 0 and 1
     has_interleaving: bool = True
@@ -141,7 +142,8 @@ _FP32_COPIES = replace(PRECISIONS["bf16"], master=4 + 4)  # float32 copies of we
 DEEPSPEED = replace(
     COURSE, name="deepspeed", stage_rule="equal", recipe=_FP32_COPIES, prefetches_weights=False,
     has_interleaving=False, recompute_operators=(), offload_states=("optimizer", "parameters"),
-    has_context_parallel=False, replicates_kv_heads=False, has_expert_folding=False,
+    has_context_parallel=False, has_sequence_parallel=False, replicates_kv_heads=False,
+    has_expert_folding=False,
 )  # fmt: skip
 
 # Today's engines form one family, whose rates are fitted together: Megatron Core, and differences

@@ -99,10 +99,11 @@ def format_plan(name: str, plan: Plan, top: int, tokens: float | None = None) ->
     if max(map(len, align_columns(table))) > LINE_WIDTH:  # `--explain` has the longest wait, too
         table = [row[:-1] for row in table]
     best = plan.feasible[0]
+    longest = f" (of at most {plan.config.seq:,})" * (plan.seq < plan.config.seq)
     lines = [
         f"{name} of {plan.config.num_params / 1e9:.3g} billion parameters on {plan.gpus} "
         f"{plan.machine.name} ({plan.machine.gpus_per_node} to a node), {plan.batch} sequences "
-        f"of {plan.seq:,} tokens in a step; profile {plan.profile.name}: "
+        f"of {plan.seq:,} tokens{longest} in a step; profile {plan.profile.name}: "
         f"{_describe_guesses(plan.rates)}",
         *["", *align_columns(table), ""],
         *[explain_first(plan), *describe_offload(plan, best)],
@@ -114,7 +115,8 @@ def format_plan(name: str, plan: Plan, top: int, tokens: float | None = None) ->
 
 def _describe_guesses(rates: Rates) -> str:
     many = sum(rate.origin.startswith("a guess") for rate in rates.by_name.values())
-    return f"{many} of its {len(rates)} rates are guesses" if many else "no rate is a guess"
+    words = f"{many} of its {len(rates)} rates are guesses" if many else "no rate is a guess"
+    return f"{words}; products are known within {100 * rates.by_name['products'].spread:.0f} %"
 
 
 def align_columns(table: list[list[str]]) -> list[str]:
@@ -142,15 +144,19 @@ def explain_first(plan: Plan) -> str:
     more = {name: theirs[name] - mine[name] for name in mine}
     most = max(more, key=lambda name: more[name])
     longer = other.seconds / best.seconds - 1
-    words = (
-        f"First is {best.layout}: the best with other degrees, {other.layout}, takes "
-        f"{100 * longer:.1f} % longer, mostly because {most} takes {more[most]:.2g} s more "
-        f"({TIME_PARTS[most]})."
-    )
+    words = f"First is {best.layout}: the best with other degrees, {other.layout}, takes "
+    words += _format_extra(longer)
+    if round(longer, 3):
+        words += f", mostly because {most} takes {more[most]:.2g} s more ({TIME_PARTS[most]})"
+    words += "."
     spread = plan.rates.by_name["products"].spread
     if longer < spread:
         words += f" The rates are uncertain by more ({100 * spread:.0f} %): measure both."
     return words
+
+
+def _format_extra(share: float) -> str:
+    return f"{100 * share:.1f} % longer" if round(share, 3) else "as long"
 
 
 def describe_offload(plan: Plan, candidate: Candidate) -> list[str]:
@@ -195,12 +201,13 @@ def list_warnings(plan: Plan, candidate: Candidate) -> list[str]:
     elif free < MEMORY_ERROR * candidate.reserved:
         words = (
             f"{layout} leaves {free / 1e9:.1f} GB free, less than the median error of predicted "
-            f"memory ({100 * MEMORY_ERROR:.0f} %)"
+            f"memory ({100 * MEMORY_ERROR:.0f} %, on runs of nanotron)"
         )
-        roomy = [x for x in plan.feasible if usable >= (1 + MEMORY_ERROR) * x.reserved]
+        slower = (x for x in plan.feasible if x.seconds >= candidate.seconds)
+        roomy = [x for x in slower if usable >= (1 + MEMORY_ERROR) * x.reserved]
         if roomy:
-            longer = 100 * (roomy[0].seconds / candidate.seconds - 1)
-            words += f"; the first that leaves more, {roomy[0].layout}, takes {longer:.1f} % longer"
+            longer = _format_extra(roomy[0].seconds / candidate.seconds - 1)
+            words += f"; the first that leaves more, {roomy[0].layout}, takes {longer}"
         warnings.append(words)
     if candidate.mfu < LOW_MFU:
         warnings.append(

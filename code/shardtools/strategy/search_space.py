@@ -53,8 +53,9 @@ def iter_base_layouts(plan: Plan, rejections: Counter[str]) -> Iterator[Layout]:
                     rejections["dp does not divide the batch, or cp the sequence"] += 1
                     continue
                 for ep, etp in list_expert_degrees(plan, config.experts, tp, dp * cp):
+                    along = tp > 1 and plan.profile.has_sequence_parallel
                     base = Layout(
-                        dp, tp, pp, microbatches=batch // dp, sequence_parallel=tp > 1, cp=cp,
+                        dp, tp, pp, microbatches=batch // dp, sequence_parallel=along, cp=cp,
                         ep=ep, stages=stages, etp=etp,
                     )  # fmt: skip
                     if plan.meets_constraints(base, "dp", "cp", "ep"):

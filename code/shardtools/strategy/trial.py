@@ -101,9 +101,9 @@ def run_trial(name: str, model: Config | Structure, layout: Layout) -> tuple[str
     gaps = result["differences"]
     same = is_equivalent(gaps) or is_equivalent(gaps, measure_rounding(job))
     lines = [f"The plan for {name}: {layout}", f"Run here: {format_layout(job.layout)}"]
-    if left_out:
-        lines.append(f"Left out, since a mesh does not train it: {', '.join(left_out)}")
     words = "equal to one process but for rounding" if same else "NOT equal to one process"
+    if left_out:
+        words += f"; left out, since a mesh does not train it: {', '.join(left_out)}"
     return "\n".join([*lines, "", format_results(job, result), words]), same and is_as_predicted(
         result
     )

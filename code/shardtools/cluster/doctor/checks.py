@@ -51,6 +51,11 @@ class Findings:
         """Return the facts of a part by rank, without ranks that did not finish the part."""
         return {rank: f[part] for rank, f in enumerate(self.facts) if f.get(part) is not None}
 
+    def get_planner_rate(self, name: str) -> float:
+        """Return a rate of the planner's GPU, or 0 if no rank has a GPU."""
+        gpus = {gpu["kind"] for gpu in self.get_facts("gpu").values()} - {"cpu"}
+        return getattr(self.machine, name) if self.machine and gpus else 0.0
+
     def group_by_host(self, part: str = "host") -> dict[str, list[int]]:
         """Return the ranks of each host that have facts of a part."""
         return group_ranks({rank: self.facts[rank]["host"] for rank in self.get_facts(part)})
@@ -117,8 +122,8 @@ def check_versions(job: Findings) -> Judgement:
 
 @register_check(
     "gpu",
-    "give each rank a GPU, call torch.cuda.set_device(LOCAL_RANK) first (cuda:0 if the launcher "
-    "shows each rank one GPU); nvidia-smi lists the processes that hold memory",
+    "ask for a GPU for each rank, call torch.cuda.set_device(LOCAL_RANK) first (cuda:0 if the "
+    "launcher shows each rank one GPU); nvidia-smi lists the processes that hold memory",
 )
 def check_devices(job: Findings) -> Judgement:
     """Check that each rank has its own free GPU, or that no rank has one."""
@@ -135,6 +140,8 @@ def check_devices(job: Findings) -> Judgement:
         elif ids and gpu["free"] < MIN_FREE_GPU_SHARE * gpu["total"]:
             free = f"{format_size(gpu['free'])} of {format_size(gpu['total'])}"
             bad.append(f"{_name_rank(job, rank)} has {free} of GPU memory free")
+    if job.machine and not ids:
+        bad.append(f"no rank found a GPU, --machine names {job.machine.name}")
     names = Counter(gpu["name"] for gpu in found.values())
     text = ", ".join(f"{n} × {name or 'a processor'}" for name, n in names.items())
     notes = [f"{text}: every step waits for the slowest kind"] if len(names) > 1 else []
@@ -169,7 +176,7 @@ def check_cores(job: Findings) -> Judgement:
 def check_speed(job: Findings) -> Judgement:
     """Check that no rank computes much slower than the other ranks or the planner's GPU."""
     found, slow = job.get_facts("speed"), []
-    planner = job.machine.flops if job.machine else 0.0
+    planner = job.get_planner_rate("flops")
     for rank, mine in found.items():
         rates = [f["flops"] for r, f in found.items() if r != rank and f["name"] == mine["name"]]
         fraction = MIN_FRACTION_GPU if mine["kind"] == "cuda" else MIN_FRACTION
@@ -245,7 +252,7 @@ def check_network(job: Findings) -> Judgement:
         kind_links = [p for p in links if (host[p["pair"][0]] == host[p["pair"][1]]) == inside]
         if not kind_links:
             continue
-        assumed = getattr(job.machine, f"{'node' if inside else 'network'}_bandwidth", 0)
+        assumed = job.get_planner_rate(f"{'node' if inside else 'network'}_bandwidth")
         minimum = assumed * (MIN_FRACTION_INSIDE if inside else MIN_FRACTION)
         rates, latencies = ([p[what] for p in kind_links] for what in ("bandwidth", "latency"))
         text = f"{format_count(kind_links, 'pair')} {kind}: {format_range(rates, 'B/s')}"

@@ -10,9 +10,8 @@
 | course     | the options of the course's train.py, for a shell      | torch 2.11 to 2.15    |
 | slurm      | a batch file that starts torchrun on each node         | Slurm                 |
 
-`job` returns all files of a Slurm job for torchtitan, Megatron or the course's script: a batch file
-with its environment, its signal and its way to resume, beside the engine's own file. The batch file
-of "slurm" starts any other program, such as yours with DeepSpeed.
+`render_job` returns all files of a Slurm job for torchtitan, Megatron or the course's script. The
+batch file of "slurm" starts any other program, such as yours with DeepSpeed.
 A layout that an engine cannot express is refused, with the field and the values allowed. Settings
 that no layout decides (data, learning rate, checkpoints) get simple values, marked by a comment.
 """
@@ -32,13 +31,8 @@ from .target import Target
 
 __all__ = ["ENGINES", "Limits", "emit", "render_job"]
 
-_WRITERS: dict[str, ModuleType] = {
-    "deepspeed": deepspeed,
-    "torchtitan": torchtitan,
-    "megatron": megatron,
-    "course": course,
-    "slurm": slurm,
-}
+_MODULES = deepspeed, torchtitan, megatron, course, slurm
+_WRITERS: dict[str, ModuleType] = {each.__name__.split(".")[-1]: each for each in _MODULES}
 ENGINES = tuple(_WRITERS)
 
 

@@ -16,7 +16,8 @@ def render_file(target: Target) -> str:
     _check_target(target)
     lines = [
         *(f"# {line}" for line in target.title_lines()),
-        "# Options of the course's train.py:",
+        "# Options of the course's train.py. Put your model in place of its plain GPT of",
+        "# 256 tokens: the predicted seconds and bytes are your model's.",
         *(f"#   {line}" for line in target.torchrun_lines('train.py "${options[@]}"')),
         "options=(",
         *annotate_lines(_option_rows(target), indent=4),
@@ -29,7 +30,7 @@ def render_file(target: Target) -> str:
 def _option_rows(target: Target) -> list[Row]:
     layout, c, why = target.layout, target.config, target.reasons
     return [
-        (True, f"--layers {c.layers}", "of the script's own GPT: put your model in its place"),
+        (True, f"--layers {c.layers}", "of the script's own GPT"),
         (True, f"--hidden {c.hidden}", "width of the residual stream"),
         (True, f"--heads {c.heads}", "of attention"),
         (True, f"--seq {target.seq}", "tokens of a sequence"),

@@ -120,6 +120,7 @@ def render_job(target: Target, limits: Limits, steps: int, seconds: float) -> di
         "#!/bin/bash",
         *(f"# {line}" for line in target.title_lines()),
         f"#   sbatch {BATCH_FILE}  # in this folder: Slurm's options before it, the engine's after",
+        f"# {SITE_FILE} has to provide the engine, and for doctor and watch the course's package.",
         *sbatch_lines(target, limits.time, limits.partition),
         f"#SBATCH --signal=B:USR1@{SIGNAL_SECONDS}  # seconds before the end, to this script alone",
         "#SBATCH --requeue --open-mode=append  # it may run again, and adds to its output",
@@ -137,13 +138,12 @@ def render_job(target: Target, limits: Limits, steps: int, seconds: float) -> di
 
 
 def _engine_files(target: Target) -> dict[str, str]:
-    if target.engine == "torchtitan":
-        return {torchtitan.FILE_NAME: torchtitan.render_file(target)}
-    if target.engine == "megatron":
-        return {megatron.FILE_NAME: megatron.render_file(target)}
-    script = Path(__file__).parents[3] / "shardlab/train/take_home.py"
-    text = script.read_text(encoding="utf-8")
-    return {course.FILE_NAME: course.render_file(target), "train.py": text}
+    writer = {"torchtitan": torchtitan, "megatron": megatron, "course": course}[target.engine]
+    files = {writer.FILE_NAME: writer.render_file(target)}
+    if target.engine == "course":
+        script = Path(__file__).parents[3] / "shardlab/train/take_home.py"
+        files["train.py"] = script.read_text(encoding="utf-8")
+    return files
 
 
 def _launch_lines(target: Target, steps: int, save_interval: int) -> tuple[list[str], str]:

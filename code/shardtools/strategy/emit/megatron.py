@@ -130,6 +130,8 @@ def _shape_rows(target: Target) -> list[Row]:
         (True, f"--num-attention-heads {c.heads}", "heads of queries"),
         (grouped, "--group-query-attention", "several queries share a key and a value"),
         (grouped, f"--num-query-groups {c.key_value_heads}", "heads of keys and values"),
+        (c.head_size * c.heads != c.hidden, f"--kv-channels {c.head_size}", "width of a head"),
+        (c.qk_norm, "--qk-layernorm", "the same norm on each head's queries and keys"),
         (True, f"--seq-length {target.seq}", "tokens of a sequence"),
         (True, f"--max-position-embeddings {max(target.seq, c.seq)}", "longest sequence"),
         (True, "--position-embedding-type rope", "rotary positions"),

@@ -29,7 +29,7 @@ srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \\
 """
 
 
-def sbatch_lines(target: Target, time: str, partition: str = "") -> list[str]:
+def sbatch_lines(target: Target, time: str, partition: str) -> list[str]:
     """Return the lines that request the plan's nodes and GPUs from Slurm for `time`."""
     n = target.ranks_per_node
     nodes = f"{target.layout.world_size} ranks, {n} on a node of {target.machine.gpus_per_node}"
@@ -48,13 +48,13 @@ def sbatch_lines(target: Target, time: str, partition: str = "") -> list[str]:
     return annotate_lines([(when, f"#SBATCH --{option}", why) for when, option, why in rows])
 
 
-def render_file(target: Target) -> str:
+def render_file(target: Target, time: str = "01:00:00", partition: str = "") -> str:
     """Return the text of the file, for `sbatch plan.sbatch train.py ARGUMENTS`."""
     head = [
         "#!/bin/bash",
         *(f"# {line}" for line in target.title_lines()),
         f"#   sbatch {FILE_NAME} train.py ARGUMENTS",
-        *sbatch_lines(target, "01:00:00"),
+        *sbatch_lines(target, time, partition),
     ]
     n = target.ranks_per_node
     meet = RENDEZVOUS_LINES.format(ranks=n)

@@ -13,15 +13,17 @@ from shardlab.layout import Layout, Structure
 from shardlab.layout.structure import (
     check_expert_degree,
     check_tensor_degree,
+    get_structure,
     require_course_config,
 )
 from shardtools.strategy.profile import PROFILES
 
 FILE_WIDTH = 100  # columns of the files that are written
+SHAPED = "torchtitan", "megatron", "course"  # engines whose files give the model's shape
 # Fields of a shape that no configuration here sets, with the only value that each may have.
 PLAIN_SHAPE = {
-    "qk_norm": False, "window": None, "latent": None, "yarn": None, "shared_experts": 0,
-    "dense_layers": 0, "expert_groups": 1, "routed_scale": 1.0, "capacity": None,
+    "window": None, "latent": None, "yarn": None, "shared_experts": 0, "dense_layers": 0,
+    "expert_groups": 1, "routed_scale": 1.0, "capacity": None,
 }  # fmt: skip
 
 
@@ -30,7 +32,7 @@ class Target:
     """A job for one engine: a shape, a machine, a layout, and `seq` tokens per sequence."""
 
     engine: str
-    config: Config
+    config: Config | Structure
     machine: Machine
     layout: Layout
     seq: int
@@ -44,27 +46,28 @@ class Target:
         layout: Layout,
         seq: int | None,
     ) -> Target:
-        """Convert any model that the course's GPT can be; seq: by default the model's longest."""
-        own = require_course_config(config, emit=engine)
-        return cls(engine, own, machine, layout, own.seq if seq is None else seq)
+        """Make the job. seq: by default the model's longest. Raises ValueError as `emit` does."""
+        own = get_structure(config)
+        shape = require_course_config(config, emit=engine) if engine in SHAPED else own
+        return cls(engine, shape, machine, layout, own.seq if seq is None else seq)
 
     def __post_init__(self) -> None:
         check_integer(seq=self.seq)
         layout, n = self.layout, self.machine.gpus_per_node
-        check_tensor_degree(self.config, layout.tp, copies=self.engine == "megatron")
         if layout.world_size > n and layout.world_size % n:
             raise self.make_error(
                 f"ranks={layout.world_size}", f"be at most {n}, or a multiple of {n}"
             )
+        if self.engine == "slurm":  # it starts any program
+            return
+        check_tensor_degree(self.config, layout.tp, copies=self.engine == "megatron")
         operators = PROFILES[self.engine].recompute_operators if self.engine in PROFILES else ()
         self.check_allowed(recompute=["none", "selective", "full", *operators])
         check_expert_degree(self.config, layout.ep)
         if self.engine != "megatron":
             self.check_allowed(experts=[0])
-        if self.engine in ("torchtitan", "megatron", "course"):  # their files give the shape
+        if self.engine in SHAPED:
             self.check_allowed(**{name: [only] for name, only in PLAIN_SHAPE.items()})
-            if self.config.nope_head_size * self.config.heads != self.config.hidden:
-                raise self.make_error(f"head={self.config.head}", "be hidden / heads")
         if layout.cp > 1 and self.seq % (2 * layout.cp):  # each rank takes two pieces of a sequence
             raise self.make_error(f"seq={self.seq}", f"be a multiple of 2·cp = {2 * layout.cp}")
         if layout.sequence_parallel and self.seq // layout.cp % layout.tp:
@@ -182,7 +185,8 @@ class Target:
     def title_lines(self) -> list[str]:
         """Return a description of the file, in two lines."""
         gpus = f"{self.layout.world_size} × {self.machine.name}"
-        return [f"Layout: {self.layout}", f"on {gpus}, {self.seq} tokens a sequence"]
+        longest = f" (of at most {self.config.seq})" * (self.seq < self.config.seq)
+        return [f"Layout: {self.layout}", f"on {gpus}, {self.seq} tokens a sequence{longest}"]
 
 
 Row = tuple[object, str, str]  # condition, line, reason ("" for none)

@@ -2,13 +2,11 @@
 
 torchtitan finds a function by the names of a module and of the function, takes the `Trainer.Config`
 that it returns, and lets command-line options change it. The function written here begins with
-torchtitan's own Llama 3, and sets the fields that the layout decides. The configuration's classes
-have slots, so that a field that torchtitan does not know raises an error at once.
+torchtitan's own Llama 3 or Qwen3, and sets the fields that the layout decides. The configuration's
+classes have slots, so that a field that torchtitan does not know raises an error at once.
 """
 
 from __future__ import annotations
-
-from shardlab.common.shapes import Config
 
 from .target import Row, Target, annotate_lines
 
@@ -25,14 +23,21 @@ SCHEDULES = {
 RECOMPUTE = {
     "none": None, "selective": "SelectiveAC", "norms+ffn": "SelectiveAC", "full": "FullAC",
 }  # fmt: skip
-# torchtitan's named shapes: layers, heads, hidden, width of the feed-forward network, tied.
+# torchtitan's models, and the named shapes of each: layers, heads, hidden, width of the
+# feed-forward network, tied.
 FLAVORS = {
-    "1B": (16, 32, 2048, 8192, True),
-    "3B": (28, 24, 3072, 8192, True),
-    "8B": (32, 32, 4096, 14_336, False),
-    "70B": (80, 64, 8192, 28_672, False),
-    "405B": (126, 128, 16_384, 53_248, False),
-}
+    "llama3": {
+        "1B": (16, 32, 2048, 8192, True), "3B": (28, 24, 3072, 8192, True),
+        "8B": (32, 32, 4096, 14_336, False), "70B": (80, 64, 8192, 28_672, False),
+        "405B": (126, 128, 16_384, 53_248, False),
+    },
+    "qwen3": {
+        "0.6B": (28, 16, 1024, 3072, True), "1.7B": (28, 16, 2048, 6144, True),
+        "4B": (36, 32, 2560, 9728, True), "8B": (36, 32, 4096, 12_288, False),
+        "14B": (40, 40, 5120, 17_408, False), "32B": (64, 64, 5120, 25_600, False),
+    },
+}  # fmt: skip
+BASES = {"llama3": "8B", "qwen3": "14B"}  # flavors with a configuration, to begin with
 _PARTS_TEMPLATE = """
     # Modules of each part; torchtitan's default counts embedding and head as layers.
     names, first = [], 0
@@ -47,26 +52,27 @@ _PARTS_TEMPLATE = """
 def render_file(target: Target) -> str:
     """Return the text of the module. Raises ValueError for features that torchtitan lacks."""
     _check_target(target)
-    kind, named = RECOMPUTE[target.layout.recompute], find_flavor(target.config)
+    kind, (model, flavor) = RECOMPUTE[target.layout.recompute], _find_model(target)
+    base = f"{model}_{BASES[model].lower()}"
     imports = {
         "torchtitan.distributed.activation_checkpoint": kind,
-        "torchtitan.models.llama3": named != "8B" and "model_registry",
-        "torchtitan.models.llama3.config_registry": "llama3_8b",
+        f"torchtitan.models.{model}": flavor != BASES[model] and "model_registry",
+        f"torchtitan.models.{model}.config_registry": base,
         "torchtitan.trainer": "Trainer",
     }
     lines = [
-        '"""torchtitan\'s Llama 3, in a layout that was planned.',
+        f'"""torchtitan\'s {model} {flavor}, in a layout that was planned.',
         *["", *target.title_lines(), ""],
         *(f"    {line}" for line in target.torchrun_lines(LAUNCH_ARGUMENTS)),
         "",
-        "For torchtitan 0.3.0. All other settings are those of its llama3_8b: optimizer, data,",
+        f"For torchtitan 0.3.0. All other settings are those of its {base}: optimizer, data,",
         "tokenizer, checkpoints; command-line options change them, as --training.steps 100.",
         *['"""', ""],
         *(f"from {module} import {name}" for module, name in imports.items() if name),
         *["", "", "def planned() -> Trainer.Config:"],
         '    """Return the configuration that `--config planned` names."""',
-        "    config = llama3_8b()",
-        *[f'    config.model_spec = model_registry("{named}")'] * (named != "8B"),
+        f"    config = {base}()",
+        *[f'    config.model_spec = model_registry("{flavor}")'] * (flavor != BASES[model]),
         "",
         *annotate_lines(_setting_rows(target), indent=4),
         *[_PARTS_TEMPLATE.format(parts=tuple(target.list_part_sizes()))] * (target.layout.pp > 1),
@@ -75,12 +81,20 @@ def render_file(target: Target) -> str:
     return "\n".join(lines)
 
 
-def find_flavor(config: Config) -> str | None:
-    """Return torchtitan's name of this shape, or None."""
-    shape = config.layers, config.heads, config.hidden, config.ffn_width, config.tied
-    named = [name for name, has in FLAVORS.items() if has == shape]
-    llama = config.vocab == 128_256 and config.key_value_heads == 8 and config.rotary_base == 5e5
-    return named[0] if named and llama else None
+def _find_model(target: Target) -> tuple[str, str]:
+    """Return torchtitan's names of the model and its shape. Raises ValueError if it has none."""
+    c = target.config
+    model = "qwen3" if c.qk_norm else "llama3"
+    wanted = (128_256, 5e5, 1e-5, 8, c.hidden // c.heads)
+    if model == "qwen3":
+        wanted = (151_936, 1e6, 1e-6, 8, 128)
+    details = (c.vocab, c.rotary_base, c.norm_eps, c.key_value_heads, c.head_size)
+    shape = (c.layers, c.heads, c.hidden, c.ffn_width, c.tied)
+    for flavor, known in FLAVORS[model].items():
+        if (shape, details) == (known, wanted):
+            return model, flavor
+    given = f"layers={c.layers}, hidden={c.hidden}, vocab={c.vocab}"
+    raise target.make_error(given, f"be one of {model}'s {', '.join(FLAVORS[model])}")
 
 
 def _setting_rows(target: Target) -> list[Row]:
@@ -131,9 +145,7 @@ def _setting_rows(target: Target) -> list[Row]:
 def _check_target(target: Target) -> None:
     layout, c = target.layout, target.config
     target.check_allowed(mlp=["swiglu"], norm=["rms"], bias=[False], dropout=[0.0])
-    if find_flavor(c) is None:
-        given = f"layers={c.layers}, hidden={c.hidden}, vocab={c.vocab}"
-        raise target.make_error(given, f"be one of Llama 3's {', '.join(FLAVORS)}")
+    _find_model(target)
     if target.half_dtype != "bf16":
         raise target.make_error(f"machine={target.machine.name!r}", "have bf16")
     tokens = layout.tp if layout.sequence_parallel else 1
@@ -147,7 +159,7 @@ def _check_target(target: Target) -> None:
     )  # torchtitan offloads weights with the optimizer
     # With a pipeline or accumulation, torchtitan decides what happens to gradients.
     if layout.pp > 1:  # a rank keeps whole gradients up to the last micro-batch
-        target.check_allowed("pp > 1", schedule=list(SCHEDULES), zero=[0, 1])
+        target.check_allowed("pp > 1", schedule=list(SCHEDULES), zero=[0, 1], tied=[False])
     elif layout.microbatches > 1:  # each micro-batch reduce-scatters its gradients
         target.check_allowed("microbatches > 1", zero=[0, 2, 3])
     if layout.cp > 1:  # weights are sharded over context-parallel ranks as well

@@ -57,7 +57,7 @@ def draw_replicas() -> None:
 
 
 def draw_buckets() -> None:
-    figure, axes = make_canvas(6.2, 3.1)
+    figure, axes = make_canvas(6.2, 2.84)
     # Widths of parameters in the module's order, first to last.
     widths = [0.95, 0.5, 0.7, 0.7, 0.5, 0.7, 0.7, 0.55]
     names = ["embed", "1a", "1b", "1c", "2a", "2b", "2c", "head"]
@@ -84,16 +84,11 @@ def draw_buckets() -> None:
             style = {"ha": "center", "va": "center", "color": inks[k % 2], "fontsize": 9}
             axes.text(x + width / 2, 1.96, names[i], **style)
             x += width
-        tail = 0.055 * len(bucket)
-        axes.add_patch(Rectangle((x, 1.75), tail, 0.42, fc="none", ec=INK, lw=0.8, hatch="||||"))
-        x += tail
         axes.text((begin + x) / 2, 1.58, f"bucket {k}", ha="center", va="center", fontsize=10)
         draw_arrow(axes, ((begin + x) / 2, 2.21), ((begin + x) / 2, 2.5))
         x += 0.3
     words = "one message each, bucket 0 first; it is small, so that sending starts early"
     axes.text(0.1, 2.66, words, va="center", fontsize=10)
-    words = "hatched: one element per parameter, “did any rank have a gradient?”"
-    axes.text(0.1, 2.92, words, va="center", fontsize=10)
     show.save_svg(
         figure,
         HERE / "data_parallel_buckets.svg",

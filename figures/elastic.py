@@ -15,7 +15,7 @@ COLORS = show.RANK_COLORS
 
 
 def draw_rounds() -> None:
-    figure, axes = make_canvas(6.2, 5.7)
+    figure, axes = make_canvas(6.2, 5.3)
     for node, left in enumerate((0.1, 3.2)):
         axes.add_patch(Rectangle((left, 0.3), 2.9, 1.5, fill=False, ec=INK, lw=1.4, ls=(0, (4, 2))))
         draw_title(axes, left + 0.05, 0.14, f"node {node}" + ", the host" * (not node), ha="left")
@@ -53,8 +53,6 @@ def draw_rounds() -> None:
     draw_text(axes, left + 2.98, 3.1, "all are\nready", fontsize=9.5)
     draw_arrow(axes, (left, 4.95), (left + 5.35, 4.95))
     draw_text(axes, left + 5.35, 5.12, "time", ha="right")
-    text = "Agents report at every tick; each order of the host has a higher number."
-    draw_text(axes, 3.1, 5.45, text)
     show.save_svg(
         figure,
         HERE / "elastic_rounds.svg",

@@ -357,12 +357,7 @@ for number, step in enumerate(steps, 1):
 #    All gradients are averages, the same on all ranks. So all optimizers make the same step, and the weights stay equal.
 # :::
 #
-# The picture shows the gain of overlap. Both timelines are from one real run, and show one of two ranks. The link between them is emulated, with 1 Gbit/s.
-# Each piece of backward ends when a bucket is full.
-#
-# ![Timeline of one training step on two ranks over a slow link, twice. Above, the gradients are sent after the backward pass, and the ranks wait for them. Below, each bucket of gradients is sent while the backward pass still computes the next ones, and the step ends sooner.](../figures/data_parallel_overlap.svg)
-#
-# [Below](#seconds-overlap), this gain and a case without gain are measured on this machine.
+# [Below](#seconds-overlap), the gain of overlap is measured, and a case without gain.
 #
 # ## Five steps equal one process
 #
@@ -436,18 +431,15 @@ show.table(rows, head, caption="Largest differences over five steps")
 # Why is the difference not zero? Because $(a+b)+c$ and $a+(b+c)$ round differently.
 # On two ranks every sum is $a+b$, and our gradients equal torch's bit for bit.
 # On four ranks, a ring begins the sum of each piece of the buffer at a different rank.
-# Over thousands of steps such differences grow until the last digits of the losses differ, as they do between two runs on one GPU with different kernels.
-# Such differences between runs are normal. Weights that differ between *ranks of one run* are an error.
+# Such differences between *runs* are normal, and grow over thousands of steps. Weights that differ between *ranks of one run* are an error.
 # [Parity](parity.md#rule-1-rounding-is-measured) measures how far rounding moves a tensor of *your* model.
-#
-# The [tests](../tests/test_data_parallel.py) make the same comparison with tied weights, a frozen layer, a layer that only some ranks use, a buffer, accumulation, and groups of some ranks.
 #
 # ````{admonition} False: "DDP sums the gradients, so divide the learning rate by the number of ranks"
 # :class: checked
 #
 # DDP averages: in the table above its gradient equals the joined batch's, up to rounding.
 # If you sum by mistake, AdamW hides the mistake: its step divides the gradient by the gradient's own size, so a factor of $N$ cancels.
-# Gradient clipping and SGD do not hide it. The table shows the largest change of a weight in a step, with an average and with a sum over four ranks.
+# Gradient clipping and SGD do not hide it:
 # ````
 
 # %% tags=["hide-input"]
@@ -592,8 +584,8 @@ show.table(
 )
 
 # %% [markdown]
-# The next table has the time of the same messages on an emulated link, predicted and measured.
-# A message of $S$ bytes takes $\alpha + \beta S$ seconds: $\alpha$ is the latency, here 2 ms, and $\beta$ the seconds per byte, at 1 GB/s one nanosecond.
+# The next table has the times of steps 1 and 2 on an emulated link between two ranks.
+# A message of $S$ bytes takes $\alpha + \beta S$ seconds on it: $\alpha$ is the latency, here 2 ms, and $\beta$ the seconds per byte, at 1 GB/s one nanosecond.
 
 # %% tags=["hide-input", "measured"]
 # Table: seconds of the messages on a slow wire, predicted and measured
@@ -718,7 +710,7 @@ show.table(
 # On this machine's loopback the cores copy all bytes themselves, so if every core is busy there is no waiting.
 # On a slow link the cores wait for messages.
 #
-# The table has both links, measured in one run, in which steps with and without overlap alternate.
+# The table has both links. Steps with and without overlap alternate in one run.
 # The slow link is [emulated](../code/shardlab/measure/link/__init__.py): the all-reduces are real, but each is reported as complete only when a link of 50 µs and 1 Gbit/s would have finished it.
 
 # %% tags=["hide-input", "measured"]
@@ -746,7 +738,7 @@ head = ["link", "without overlap (ms)", "with overlap (ms)", "with / without"]
 show.table(rows, head)
 
 # %% [markdown]
-# The median step on the slow link:
+# The picture shows the median step on the slow link. Each piece of backward ends when a bucket is full.
 
 # %% tags=["hide-input", "measured"]
 # Plots the slow link's median step, without and with overlap
@@ -763,9 +755,9 @@ show.figure(
 # :class: checked
 #
 # On a slow link most of the sending overlaps backward, so the ratio in the last row above is below 1.
-# The last bucket is not overlapped, and neither is any sending after the end of backward. In forward nothing can be sent, because no gradient exists yet.
-# If all cores are busy, as in the first row, overlap gains nothing: communication is work for the cores, too.
-# On GPUs other units do the copying, but an all-reduce still takes some of the GPU's own processors and memory bandwidth. So matrix products are slower during an all-reduce.
+# The sending that is left at the end of backward overlaps nothing, and in forward no gradient exists yet.
+# If all cores are busy, as in the first row, overlap gains nothing.
+# On GPUs nccl's all-reduce takes some of the GPU's own processors and memory bandwidth, so matrix products are slower meanwhile.
 # ````
 #
 # ### Seconds: more ranks
@@ -967,7 +959,7 @@ show.table(rows, ["two ranks, loopback", "median step (ms)"])
 
 # %% [markdown]
 # The weights are equal bit for bit, and the times nearly equal.
-# [The benchmark](../benchmarks/data_parallel.py) repeats this comparison on two and four ranks and on the slow link. It also computes the shortest step that computation and messages allow.
+# [The benchmark](../benchmarks/data_parallel.py) repeats this comparison on two and four ranks and on the slow link.
 #
 # ## Data: DistributedSampler and set_epoch
 #
@@ -981,15 +973,15 @@ show.table(rows, ["two ranks, loopback", "median step (ms)"])
 # The table counts, for 4 ranks and 1,000 windows, the different windows used in an epoch, and the windows that have the same place in the next epoch.
 
 # %%
-def count_seen(sampler, set_epoch, epoch, N=4, windows=1000):
+def split_windows(by_rank, set_epoch, epoch, N=4, windows=1000):
     """Return the windows that each of N ranks gets in an epoch, 250 each."""
-    orders = []
+    shares = []
     for rank in range(N):
-        place = (N, rank) if sampler else (1, 0)
-        dealer = DistributedSampler(range(windows), *place)
-        dealer.set_epoch(epoch if set_epoch else 0)
-        orders.append(list(dealer)[: windows // N])
-    return orders
+        place = (N, rank) if by_rank else (1, 0)
+        sampler = DistributedSampler(range(windows), *place)
+        sampler.set_epoch(epoch if set_epoch else 0)
+        shares.append(list(sampler)[: windows // N])
+    return shares
 
 
 # %% [markdown]
@@ -1003,13 +995,13 @@ def count_seen(sampler, set_epoch, epoch, N=4, windows=1000):
 # %% tags=["hide-input"]
 # Table: windows used in an epoch, with each line and without it
 rows = []
-for name, sampler, set_epoch in (
+for name, *lines in (
     ("both", True, True),
     ("no set_epoch", True, False),
     ("no DistributedSampler", False, True),
 ):
-    first, second = count_seen(sampler, set_epoch, 0), count_seen(sampler, set_epoch, 1)
-    different = len({i for order in first for i in order})
+    first, second = split_windows(*lines, 0), split_windows(*lines, 1)
+    different = len({i for share in first for i in share})
     pairs = zip(sum(first, []), sum(second, []), strict=True)
     rows.append((name, different, sum(a == b for a, b in pairs)))
 assert [row[1] for row in rows] == [1000, 1000, 250] and rows[1][2] == 1000
@@ -1078,20 +1070,19 @@ print("in one process, from the file: loss", round(value, 1))
 # ### A hook that averages the parameter, not its gradient
 #
 # `register_post_accumulate_grad_hook` passes the *parameter* to the hook. The gradient is `parameter.grad`.
-# At least one widely read tutorial has averaged the parameter itself.
 
 # %%
 def drift_with_hook(right):
     model, optimizer = model_and_optimizer()
     world, size = dist.group.WORLD, dist.get_world_size()
 
-    def average_one_by_one(parameter):
-        tensor = parameter.grad if right else parameter.data  # the one word
+    def on_grad_ready(parameter):
+        tensor = parameter.grad if right else parameter.data  # the mistake
         tensor.div_(size)
         dist.all_reduce(tensor, group=world)
 
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(average_one_by_one)
+        parameter.register_post_accumulate_grad_hook(on_grad_ready)
     found = []
     for step in range(5):
         tokens, targets = local_batch(step)
@@ -1314,7 +1305,6 @@ assert ranks.run(different_models, 2) == ["refused", "refused"]
 #
 # It cannot, as the skipped bucket above shows; it must take part with zeros.
 # The zeros count in the average: if one of two ranks used a layer, both get *half* of that rank's gradient. Half is right for the mean over both ranks' samples.
-# A [test](../tests/rows.py) compares this average with one process.
 # ````
 #
 # ## When to use it
@@ -1322,7 +1312,7 @@ assert ranks.run(different_models, 2) == ["refused", "refused"]
 # | advantages | disadvantages |
 # |---|---|
 # | The model's code does not change: one line wraps the model | The whole model and its optimizer must fit on one GPU: 16 bytes per parameter on every rank, 4 times the weights (measured above) |
-# | Sending overlaps backward: at 1 Gbit/s this makes a step shorter (measured above) | Overlap gains nothing if busy cores do the copying, as on loopback |
+# | Sending overlaps backward: at 1 Gbit/s this makes a step shorter (measured above) | Overlap gains nothing where busy cores do the copying |
 # | Bytes per rank stay below $2S$, however many ranks | With a fixed batch more ranks stop helping: here beyond 2 to 4 ranks, when sending takes longer than backward |
 # | Results equal those of one process up to rounding; on two ranks they equal DDP's bit for bit | All ranks wait for the slowest: a rank that is 0.1 s late makes all ranks 0.1 s late, in every step |
 #
@@ -1333,17 +1323,7 @@ assert ranks.run(different_models, 2) == ["refused", "refused"]
 # - each rank sends $2\frac{N-1}{N}$ times the gradients' size per *step*, not per micro-batch;
 # - the loss of step 1 on $N$ ranks equals that of one process on the joined batch.
 #
-# ```{admonition} On more GPUs
-# :class: note
-#
-# Here the link is emulated, and the ranks compute on the same cores. So only waiting is overlapped here, not copying.
-# A second GPU would show the overlap of real jobs: nccl's all-reduce takes processors and memory bandwidth from backward's kernels.
-# Gradients, buckets and bytes would be the same.
-# ```
-#
 # ## Exercises
-#
-# Each exercise has a check that runs your answer on real ranks.
 #
 # ```{exercise-start} Bytes of a step (easy)
 # :label: ex-data-parallel-bytes

@@ -60,10 +60,10 @@ FOLDER = Path(TEMPORARY.name)
 def start_ranks(command, size, port, node=0, nodes=1):
     """Start a node's `size` ranks of a program; return the processes."""
     started = []
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size * nodes}
+    same = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size * nodes}
     for local in range(size):
-        given = {"RANK": node * size + local, "LOCAL_RANK": local, **meet}
-        environment = os.environ | {name: str(value) for name, value in given.items()}
+        variables = {"RANK": node * size + local, "LOCAL_RANK": local, **same}
+        environment = os.environ | {name: str(x) for name, x in variables.items()}
         started.append(subprocess.Popen(command, env=environment))
     return started
 
@@ -104,7 +104,7 @@ assert codes == [-15, 7, -15]
 # `torchrun --standalone --nproc-per-node 3` does the same.
 # The launcher above has four limits:
 #
-# - It starts ranks on one node. With two nodes, it needs to know which ranks each node starts.
+# - It starts ranks on one node.
 # - It starts the ranks only once. A failed rank ends the job.
 # - It notices a process that ends, but not a node that no longer answers.
 # - If it is killed with SIGKILL, its ranks go on running: they train, and keep their GPUs.
@@ -112,14 +112,12 @@ assert codes == [-15, 7, -15]
 # ## Two nodes: agents, a host and a store
 #
 # Each node runs one launcher, its *agent*. The agents exchange messages through a *store*: a table of keys and values.
-# One agent serves the store, at an address that all agents get as `--at`.
+# One agent, the *host*, serves the store, at an address that all agents know. It alone decides what all agents do, and writes its decision, the *order*, into the store.
+# Each start of all ranks is a *restart round*, or *round*.
 #
 # ![Two nodes, each with an agent and two ranks; the store is on node 0, the node of the host, and both agents use it. Below, time: in round 0 four ranks run, then rank 3 dies. The host orders a stop, all ranks end, and when all agents are ready it orders round 1, in which all four ranks start again and connect at another port.](../figures/elastic_rounds.svg)
 #
-# The agent that serves the store is the *host*. It alone decides what all agents do, and writes its decision, the *order*.
-# Each start of all ranks is a *restart round*, or *round*, and has a number, too.
-#
-# In plain form, a node starts its ranks when the order of the round is there. If a rank fails, on any node, all agents end theirs, and the host orders another round.
+# In plain form, a node starts its ranks when the order of the round is there. If a rank fails, on any node, all agents end their ranks, and the host orders another round.
 
 # %%
 def run_plain_node(store, node, nodes, command, size):
@@ -197,7 +195,7 @@ VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK
 VARIABLES += ["MASTER_ADDR"]
 PRINT_VARIABLES = f"import os; print(*(os.environ[name] for name in {VARIABLES}))"
 at = f"127.0.0.1:{find_free_port('127.0.0.1')}"
-options = {"nodes": (2, 2), "logs": FOLDER / "found"}
+options = {"nodes": (2, 2), "logs": FOLDER / "found"}  # at least and at most two nodes
 jobs = [Job((sys.executable, "-S", "-c", PRINT_VARIABLES), at, size, **options) for size in (1, 3)]
 ended = ranks.run(run_node, 2, *jobs, device="cpu")  # CPU: agents, no GPU
 
@@ -215,7 +213,7 @@ show.table(rows, VARIABLES)
 #
 # ## Restarting after a killed rank
 #
-# The script of [Clusters](cluster.md#restarting-all-ranks-after-one-is-lost) saves after every fifth step, and in its first run rank 1 kills itself after step 12. The script is the same under any launcher. Here it runs on two nodes, with one rank each:
+# The script of [Clusters](cluster.md#restarting-all-ranks-after-one-is-lost) saves after every fifth step, and in its first run rank 1 kills itself after step 12. Here it runs on two nodes, with one rank each:
 
 # %%
 program = (sys.executable, str(sessions.JOBS / "killed.py"), str(FOLDER / "killed"))
@@ -248,8 +246,7 @@ show.source(host.describe_root_cause)
 #
 # `benchmarks/elastic.py` trained a small GPT on four ranks and two nodes, both on one machine, with a checkpoint after every fifth step.
 # The fault happens after step 12.
-# The seconds are the time from the last step before the fault to the first step after it.
-# The first number of each pair is ours, the second torchrun's.
+# The seconds are from the last step before the fault to the first step after it.
 
 # %% tags=["hide-input"]
 # Table: what faults cost, recorded by benchmarks/elastic.py
@@ -287,8 +284,8 @@ show.source(host.Order)
 show.source(host.Report, host.Failure, core.AgentStore)
 
 # %% [markdown]
-# Reports also show that the agent still runs: the number `heartbeat` grows with each report. The host notes, by its own clock, when the number grew. So it never compares two nodes' clocks.
-# Every agent tries to listen at the store's address. Only the agent on the store's node succeeds and becomes the host: no option names it.
+# Reports also show that the agent still runs: the number `heartbeat` grows with each report. The host notes by its own clock when the number grew, so it never compares two nodes' clocks.
+# Every agent tries to listen at the store's address. Only the agent on the store's node succeeds, and becomes the host.
 #
 # From the reports the host decides the next order. It orders a start only after all ranks of the last round have ended, on all nodes.
 
@@ -308,8 +305,7 @@ show.source(host.Host)
 show.source(exec_rank.main, core.RankProcesses)
 
 # %% [markdown]
-# `PR_SET_PDEATHSIG` asks Linux to kill a process when its parent ends, even by SIGKILL.
-# This ends only the rank, and not processes that the rank started.
+# `PR_SET_PDEATHSIG` asks Linux to kill a process when its parent ends, even by SIGKILL. Processes that the rank started would go on.
 # So each round has one more process, [kill_sessions.py](../code/shardlab/elastic/kill_sessions.py), which reads from a pipe. When the agent dies, the kernel closes the pipe, and this process kills each rank's session: the rank and its child processes.
 
 # %%
@@ -324,7 +320,7 @@ show.source(core.Agent)
 # | | torchrun | this launcher |
 # |---|---|---|
 # | the ranks' store | one for all rounds, unless [a variable](cluster.md#the-rendezvous-store-one-per-round) is set | one for each round, at its own port |
-# | where the agents' store listens | on all interfaces | at the address in `--at` alone |
+# | where the agents' store listens | on all interfaces | at its address alone |
 # | node 0 | the first by address, sorted as text | the host |
 # | message if a node does not join | `RendezvousTimeoutError` | the number of nodes that came, and the number needed |
 # | message for a wrong address | `RendezvousConnectionError` | no agent answered at that address |
@@ -332,7 +328,7 @@ show.source(core.Agent)
 # | an agent is killed | its ranks go on training | its ranks end |
 # | logs | a folder for each agent and attempt, named by local rank | a folder for each round, named by rank |
 #
-# [Tests](../tests/test_elastic.py) run one script under both launchers, on two nodes, and compare the losses and environment variables; each row above is a test.
+# [Tests](../tests/test_elastic.py) check each row.
 #
 # `python -m shardlab cluster run --help` says how to start this launcher. On a cluster use `torchrun`: it also supports spare nodes, other rendezvous backends, and logs on the console.
 #

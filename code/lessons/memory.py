@@ -134,10 +134,8 @@ show.table(rows, ["Llama 3 8B on one GPU", "size (GB)", "of all parts (%)"])
 
 
 # %% [markdown]
-# The last row is the *peak*, the largest number of bytes held at one moment.
-# The peak has to fit into the GPU.
+# The last row, the *peak*, has to fit into the GPU.
 # It is less than the sum of the parts, because the parts are never all held at once: during backward, activations are freed while gradients are made.
-# When backward begins, all activations exist but hardly any gradients; when backward ends, all gradients exist but no activations.
 #
 # ### What out-of-memory looks like
 #
@@ -250,8 +248,7 @@ print(f"together: {counted + activations:,}; the step's peak: {most:,} bytes")
 # The step reaches its peak where backward begins.
 # There, two temporary tensors of the logits' size are held in addition to the activations.
 # These two are larger than the gradients, which do not exist yet.
-# The plain count also needs a machine on which the model fits.
-# The rest of this lesson predicts each part, and the peak.
+# The plain count also needs a machine on which the model fits, so the rest of this lesson predicts each part, and the peak.
 #
 # ## The 16 bytes of a parameter
 #
@@ -264,7 +261,7 @@ print(f"together: {counted + activations:,}; the step's peak: {most:,} bytes")
 #
 # ![Bytes of states for each parameter, as bars of weights, gradients and optimizer. float32: 16; bfloat16, float32 master: 16; … and float32 gradients: 18; 8-bit moments: 10; bfloat16, momentum: 12; bfloat16, SGD: 8 bytes.](../figures/memory_recipes.svg)
 #
-# So the states are a product, here of both recipes:
+# So the states are the number of parameters times the bytes of a recipe:
 
 # %%
 RECIPES = {  # bytes per parameter: weight, gradient, master weight, two moments
@@ -573,42 +570,7 @@ for part, predicted, measured in compare_step(SHAPE, 2):
 head = ["part", "predicted (bytes)", "measured (bytes)", "difference (%)"]
 show.table(rows, head, caption="One step on the CPU, batch of 2 sequences")
 
-
 # %% [markdown]
-# The picture shows the same step, and one with [recomputation](#memory-recompute); its horizontal axis counts allocations and frees of tensors.
-
-# %%
-def recompute_blocks(job):
-    """Make backward run each block's forward again; return the job."""
-    for block in job[0].blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    return job
-
-
-# %% tags=["hide-input", "measured"]
-# Measures and draws the bytes held over a step, keeping and recomputing
-jobs = {
-    "keeping all activations": make_job(),
-    "recomputing": recompute_blocks(make_job()),
-}
-runs = []
-for words, job in jobs.items():
-    watch_step(*job)
-    _, most, states, trace, marks = watch_step(*job, trace=True)
-    weights = states["parameters"], states["optimizer"] + states["counters"]
-    runs.append((words, trace, marks, *weights))
-show.figure(
-    plots.plot_bytes_held(runs),
-    "Bytes held over one training step, measured by this page, with all activations "
-    "kept and with each layer recomputed in backward.",
-    "memory_timeline",
-)
-
-# %% [markdown]
-# In forward each layer adds the same number of bytes.
-# The highest part, in the middle, is the loss: log-softmax, its gradient, the logits' gradient, 16.8 MB each.
-# Then backward frees the activations layer by layer, while it makes gradients.
-#
 # A GPU's kernels keep slightly different tensors, and libraries hold memory of their own.
 # If this machine has a GPU, the next cell prints the same table from the allocator's counters, and tables of models of billions of parameters, if they fit:
 
@@ -698,9 +660,45 @@ show.table(rows, head)
 # A layer's activations can be computed again from its input.
 # So forward keeps only the input of each layer, $bsh$ numbers instead of about $17\,bsh$.
 # When backward comes to a layer, it first runs that layer's forward once more.
-# In PyTorch, recomputation is one call, `torch.utils.checkpoint.checkpoint`, around each block, as in `recompute_blocks` above.
-#
 # ![Activations of four layers over time, twice. Keep all: each layer's activations stay from its forward to its backward; at the end of forward those of all four exist. Recompute: each layer keeps only its input, and runs forward again right before its backward; only one layer's activations are complete at any time.](../figures/memory_recompute.svg)
+#
+# In PyTorch, recomputation is one call of `checkpoint` from `torch.utils.checkpoint` around each block:
+
+# %%
+def recompute_blocks(job):
+    """Make backward run each block's forward again; return the job."""
+    for block in job[0].blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return job
+
+
+# %% [markdown]
+# The picture shows two steps of this page's model; its horizontal axis counts allocations and frees of tensors.
+
+# %% tags=["hide-input", "measured"]
+# Measures and draws the bytes held over a step, keeping and recomputing
+jobs = {
+    "keeping all activations": make_job(),
+    "recomputing": recompute_blocks(make_job()),
+}
+runs = []
+for words, job in jobs.items():
+    watch_step(*job)
+    _, most, states, trace, marks = watch_step(*job, trace=True)
+    weights = states["parameters"], states["optimizer"] + states["counters"]
+    runs.append((words, trace, marks, *weights))
+show.figure(
+    plots.plot_bytes_held(runs),
+    "Bytes held over one training step, measured by this page, with all activations "
+    "kept and with each layer recomputed in backward.",
+    "memory_timeline",
+)
+
+
+# %% [markdown]
+# In forward each layer adds the same number of bytes.
+# The highest part, in the middle, is the loss: log-softmax, its gradient, the logits' gradient, 16.8 MB each.
+# Then backward frees the activations layer by layer, while it makes gradients.
 #
 # Backward takes about twice the arithmetic of forward, so one more forward adds a third to a step.
 # The table shows the memory that recomputation saves and the time that it costs.
@@ -744,7 +742,7 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# The layers' activations shrink to a seventeenth; logits and loss are outside the layers and are kept.
+# The layers' activations shrink to a seventeenth; logits and loss, outside the layers, are kept.
 # The gradients are the same, bit for bit, because the second forward repeats the first.
 # (With dropout it must draw the same random numbers again; `checkpoint` restores the generator's state.)
 
@@ -809,8 +807,7 @@ show.table(
 # ## Memory of a Hugging Face model, from its config.json
 #
 # On Hugging Face's hub a model has weights, and a `config.json` with its sizes.
-# The file does not say how the layers are built from these sizes.
-# That is defined in a class of the `transformers` library, one for each of some two hundred architectures.
+# How the layers are built from these sizes is defined in a class of the `transformers` library, one for each of some two hundred architectures.
 # These are the sizes of Qwen3-30B-A3B {cite}`qwen2025qwen3`.
 
 # %%
@@ -852,9 +849,7 @@ print(f"{memory.count_parameters(as_mixtral) - qwen.num_params:,} parameters")
 # It has `transformers` build the model on the `meta` device, where tensors have shapes but take no bytes, and adds up the sizes.
 # Then it runs one layer of each kind on a meta tensor, and records the tensors that are kept for backward.
 # It downloads nothing, and runs no code that comes with a file.
-# It refuses a file that it does not understand with a one-line message.
-# It names the sizes that a file lacks, and the keys that the class does not read.
-# If such a key is a size, the file is refused, because it describes another model.
+# It refuses a file that lacks a size, or has a size that the class does not read, because such a file describes another model.
 #
 # The memory of a rank is then predicted as above.
 # The table is for 64 GPUs; each group of eight shards the [experts](experts.md).
@@ -944,14 +939,13 @@ show.table(rows, [*head, "shardlab.memory (GiB)"])
 
 # %% [markdown]
 # For stage 2 the estimator and our count differ: our count shards gradients, as ZeRO's paper does; the estimator counts all gradients on every GPU, and optimizer states of $16/d$ bytes per parameter on $d$ GPUs.
-# So find out which tensors an estimate counts before you use it.
-# None of the columns includes activations.
+# None of the columns includes activations. So find out which tensors an estimate counts before you use it.
 #
 # (memory-wrong)=
 # ## What goes wrong
 #
 # Each of these mistakes takes memory that no formula above contains.
-# The first cell defines a training step and an evaluation that can make the mistakes, and a function that returns the third step's peak.
+# The first cell has a training step and an evaluation that can make the mistakes, and returns the third step's peak.
 
 # %%
 model, optimizer, tokens, targets = make_job()
@@ -1108,18 +1102,17 @@ print("and after the exception is gone:", seen[0]() is not None)
 # | sharding states over $d$ ranks ([ZeRO](zero.md)) | up to $16 - 16/d$ bytes; none of the activations | communication |
 #
 # In a real job, two numbers show that memory is as planned: the allocated bytes after the first step equal the states' prediction, and the peak of the second step is within a few percent of the estimate.
-# Neither number grows in later steps.
+# Neither grows in later steps.
 # The command `python -m shardlab memory` makes the same estimate, here for Llama 3 8B on 64 GPUs; with `--json` it prints bytes.
 
 # %%
 status = run_command("memory --model llama-3-8b --dp 64 --zero 3 --recompute full")
 
 # %% [markdown]
-# The command has options for real jobs: pipeline stages with unequal numbers of layers (`--stages 9,9,8,6`, or a rule: `megatron`, `nanotron`), the stage to predict (`--stage 0`), other schedules, sequences sharded over ranks (`--cp`), experts that tensor parallelism leaves whole (`--etp 1`), and hybrid sharding (`--replicas`).
-# `--optimizer muon` counts one momentum for each matrix of a layer, AdamW's two moments for all other parameters, and the temporary tensors that Muon's step needs for its largest matrix.
+# `--help` lists options for real jobs, such as pipeline stages with unequal numbers of layers (`--stages 9,9,8,6`), sequences sharded over ranks (`--cp`), hybrid sharding (`--replicas`), and Muon's states (`--optimizer muon`).
 # [The planner's prediction](strategy.md) includes the bytes that an allocator reserves beyond the tensors.
 #
-# On the course's site this form runs the command in your browser, without installation.
+# On the course's site this form runs the command in your browser.
 #
 # :::{calculator} memory
 # :model: llama-3-8b
@@ -1127,15 +1120,6 @@ status = run_command("memory --model llama-3-8b --dp 64 --zero 3 --recompute ful
 # :zero: 3
 # :recompute: full
 # :::
-#
-# ```{admonition} On more GPUs
-# :class: note
-#
-# This page measures a whole step on one rank, and on one GPU if there is one.
-# The memory of eight ranks is predicted.
-# With a second GPU you could compare the sharded states with an allocator's peak,
-# and see memory that no estimate here contains: the buffers that nccl allocates once it connects to another GPU.
-# ```
 #
 # ## Exercises
 #
@@ -1400,7 +1384,7 @@ check(my_micro_batch)
 # :class: dropdown
 # ```
 #
-# From the second micro-batch on, gradients are already in memory, so six sequences need less as a whole step than as one of several micro-batches.
+# From the second micro-batch on, gradients are already in memory, so a micro-batch of six sequences has a higher peak than a step of six.
 
 # %%
 def my_micro_batch(config, batch, limit):

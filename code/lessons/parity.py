@@ -200,7 +200,7 @@ def find_first_difference(plain, by_rank, allowed=0.0, dimensions=1):
 # Now try this check on three *right* programs.
 # `averaged` repairs `summed`.
 # `dealt` distributes sequences round-robin, as a [sampler](train.md#samplers-a-share-of-the-data-for-each-rank) does.
-# `halved` gives each rank half of every feed-forward network, and sums the results.
+# `halved` gives each rank half of every feed-forward network; all-reduces sum the results in forward (`reduce_from`), and their gradients in backward (`copy_to`).
 
 # %%
 def average_gradients(model):
@@ -364,7 +364,7 @@ assert not report.is_equal
 #
 # A pull request to Megatron-LM {cite}`megatron5956` added a test that compares experts on two ranks with one process, and the test failed in CI.
 # The first analysis blamed the order in which NCCL adds, and proposed a looser tolerance. Then its author edited it: "Don't do that; the assertion is catching a real bug." Gradients of experts were too large by a factor.
-# People loosen a tolerance chosen by eye when their test fails. A measured tolerance leaves no such choice: the smallest of the ten published mistakes below is off by 0.3 %, hundreds of times the tolerance.
+# A measured tolerance leaves no such choice: the smallest of the ten published mistakes below is off by 0.3 %, hundreds of times the tolerance.
 # ````
 #
 # ## Rule 2: the values decide which part of a tensor a rank holds
@@ -381,7 +381,6 @@ assert not report.is_equal
 #
 # ![A step in five phases, from left to right: weights, outputs, gradients of outputs, gradients, updates. Weights, gradients and updates are the ends, framed: they must be in the weight's place, with factor 1, on each rank that holds the weight. Outputs may be in any place or be partial sums; their gradients may have a factor for each rank: both only show where a mistake began.](../figures/parity_step.svg)
 #
-# At the ends a tensor has to be in its weight's place, with a factor of exactly 1, on each rank that holds the weight. Outputs and their gradients may be in any place or be partial sums, and each rank's backward may have its own factor; comparing these tensors only shows where a mistake began.
 # So an output that fits no place raises no alarm if every gradient of the step is right; the report counts such tensors.
 #
 # ## A report, line by line
@@ -396,13 +395,13 @@ for program in (averaged, dealt, halved):
 # %% [markdown]
 # Each program is a function that takes `watch` and calls `watch(model, optimizer)` once, before the first step. If each pipeline stage numbers its layers from 0, `rename=` translates the parameters' names.
 #
-# In backward, `halved` all-reduces the ranks' partial sums of the gradient of each feed-forward network's input. Without this all-reduce the output and the loss are still right:
+# Without `copy_to`'s all-reduce in backward, `halved` still has the right output and loss:
 
 # %%
 def split_without_reduction(model):
     model = split_ffn(model)
     for block in model.blocks:
-        block.ffn._forward_pre_hooks.clear()  # copy_to, which adds up in backward
+        block.ffn._forward_pre_hooks.clear()  # removes copy_to
     return model
 
 
@@ -415,15 +414,13 @@ assert not report.is_equal
 # - **What**: the likely cause, found from the numbers. Here no simple cause fits; other reports name a factor, a missing sum, or a bias that counts twice.
 # - **How far**: the relative error, and the tolerance. If the error is below 100 times the tolerance, suspect the tolerance; here the ratio is above $10^4$.
 # - **Where it began**: the phase's first tensor whose partial sums were not added up. Backward is linear, so partial sums stay partial sums through norms and additions: the first *wrong* tensor can be far from the forgotten line of code. The report names the tensor next to that line.
-# - **How many more**: the number of further wrong tensors in the same phase of this step. Later tensors are not compared.
+# - **How many more**: the number of further wrong tensors in the same phase of this step.
 #
 # `report.is_equal`, `report.first_finding` and `report.findings` are for your own tests: `assert parity.check(plain, parallel).is_equal`.
 #
-# [The tests](../tests/test_parity.py) use parity on every technique of this course, on DDP, FSDP2, DTensor and DeepSpeed, with and without mistakes.
-#
 # ## Ten published mistakes
 #
-# Each of these mistakes was published, and raised no error. Each is reproduced here in a few lines that are passed to `train`; the longer ones are folded.
+# None of these mistakes raised an error. Each is reproduced here in a few lines that are passed to `train`; the longer ones are folded.
 # The picture shows the part of a step that each changes.
 #
 # ![A training step in seven parts, and the published mistakes in each. Forward: one dropout mask for all ranks, Megatron-LM 1256. Loss: a mean of means, transformers 34191. Backward: a partial sum as gradient, torchtitan 1805. Accumulation: only the last micro-batch, open-instruct 1498. All-reduce: no sum, Megatron-LM 7452; a sum in 16 bits, pytorch 190626; a sum not divided, Megatron-LM 5956. Clipping: on one rank, DeepSpeed 1801; by each rank's own norm, Automodel 3816. Optimizer: AdamW in place of Muon, DeepSpeed 8437.](../figures/parity_mistakes.svg)
@@ -820,7 +817,7 @@ assert done.returncode == 1, done.stderr
 #
 # ## Same bits: what makes two runs of one program differ
 #
-# A parity check compares runs on different numbers of ranks. Their sums have different orders, so the check has to allow rounding. Two runs of the *same* program on the same ranks can be bitwise equal. Then a difference of one bit is a mistake, and you need no tolerance.
+# A parity check compares runs whose sums have different orders, so it has to allow rounding. Two runs of the *same* program on the same ranks can be bitwise equal. Then a difference of one bit is a mistake, and you need no tolerance.
 
 # %%
 def backward_in_halves(tokens, targets, model):
@@ -885,7 +882,7 @@ torch.use_deterministic_algorithms(False)
 #
 # ## Mistakes that a single step does not show
 #
-# Examples are a learning rate schedule that counts micro-batches, an epoch that repeats the previous epoch's order, and an optimizer state that is lost at a resume. Let the programs take enough steps; `check` compares all of them. Call `watch.declare_samples(ids)` in both programs to declare which samples a step's batch holds; the report then lists wrongly distributed data.
+# Examples are a learning rate schedule that counts micro-batches, an epoch that repeats the previous epoch's order, and an optimizer state that is lost at a resume. Let the programs take enough steps; `check` compares all of them. If both programs call `watch.declare_samples(ids)` with the samples of each batch, the report lists wrongly distributed data.
 #
 # `parity.check_resume` compares a plain run with a run that is stopped and resumed. `stopped_run` takes some steps and saves to a folder; `resumed_run` loads and takes the remaining steps, on the same number of ranks or another. In the second check the optimizer's state is not saved.
 
@@ -957,7 +954,7 @@ show.table(looks, ["check", "mistakes found", "mistakes checked"])
 
 # %% [markdown]
 # The loss of the first step shows no mistake. Twenty losses show about half, but not the cause.
-# Neither a comparison of twenty losses (within 1 %) nor types find these mistakes:
+# Neither twenty losses nor types find these mistakes:
 
 # %% tags=["hide-input"]
 # Table: mistakes that neither the loss nor types find
@@ -1040,7 +1037,7 @@ show.source(
 show.source(core.Matcher._place_strictly)
 
 # %% [markdown]
-# Then a [`Comparison`](../code/shardtools/parity/comparison.py) joins all ranks' results. It goes through the tensors in the order of the computation, and stops after the phase of the first wrong tensor: later differences may be consequences.
+# Then a [`Comparison`](../code/shardtools/parity/comparison.py) joins all ranks' results in the order of the computation, and stops after the phase of the first wrong tensor: later differences may be consequences.
 
 # %%
 show.source(
@@ -1077,14 +1074,14 @@ show.source(comparison.Comparison._explain_misfits)
 # | `DRIFT_FACTOR`, `ROUNDING_FACTOR` | 6, 2 | a gradient's common factor may be off by six times its noise, or by twice one number's noise (factors are rounded, too) | in `bfloat16` a factor of 1.02 may be rounding; deep in a network 1.05 may be, too |
 #
 # No check finds a mistake that is smaller than its tolerance. With 65,536 tokens in `float32` the tolerance corresponds to a factor of 1.00001 for most gradients, and of 1.00014 for a norm's weight, whose terms are added one after the other (1.0004 with $10^6$ tokens).
-# One lost token of 65,536 is found all the same, since its own row of the output's gradient is missing.
+# One lost token of 65,536 is found all the same, since its row of the output's gradient is missing.
 #
 # ### With torch.compile
 #
 # Call `watch` first, and `torch.compile` after it. Then the hooks are compiled with the model, and every output is compared.
 # But the hooks cause graph breaks. A GPT with two layers is one graph of 131 calls without hooks, and with hooks 20 graphs with 58 calls, so the check does not run the fused program.
 # A model that was compiled and called *before* `watch` keeps its one graph. Then the check compares gradients and updates, but no outputs inside the graph; the report says so.
-# Check the logic without compilation, and only gradients and updates of the fused program.
+# So check the logic without compilation.
 #
 # ## What it costs
 #

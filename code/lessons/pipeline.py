@@ -294,13 +294,13 @@ gradients = ranks.run(train_step, 4, gpipe, 8)
 # \text{bubble} = \frac{p-1}{m+p-1} .
 # $$
 #
-# Some papers divide the idle time by the working time, which gives $(p-1)/m$ {cite}`narayanan2021megatron`; this course divides by the whole step.
+# Some papers divide the idle time by the working time instead, which gives $(p-1)/m$ {cite}`narayanan2021megatron`.
 #
 # `````{admonition} False: "four micro-batches on four stages keep GPUs 75 % busy"
 # :class: checked
 #
-# The busy fraction is $m/(m+p-1) = 4/7 = 57\,\%$: the pipeline has to fill *and* drain. ($3/4$ is $(p-1)/m$, idle time over work.)
-# The next cell measures the busy fraction on four ranks whose layers *sleep* instead of computing: this machine has too few cores for four ranks to compute at once. Messages and their order are real.
+# The busy fraction is $m/(m+p-1) = 4/7 = 57\,\%$: the pipeline has to fill *and* drain.
+# The next cell measures it on four ranks whose layers *sleep* instead of computing, because this machine has too few cores for four ranks to compute at once. Messages and their order are real.
 # `````
 
 # %% tags=["hide-input", "measured"]
@@ -399,7 +399,7 @@ gradients = ranks.run(train_step, 4, one_f_one_b, 8)
 #    The step takes 27 units, of which each stage computes for $6 \cdot 3 = 18$. The bubble is a third: $(p-1)/(m+p-1) = 3/9$, as for GPipe.
 # :::
 #
-# All three orders give the gradients of one process, here with eight micro-batches on four ranks. The table shows how many micro-batches the first and the last stage keep for backward, their bytes at the peak, and the time of a step when all stages sleep equally long.
+# All three orders give the gradients of one process. The table shows, for eight micro-batches on four ranks, how many of them the first and the last stage keep for backward, their bytes at the peak, and the time of a step when all stages sleep equally long.
 
 # %% tags=["hide-input", "measured"]
 # Table: activations and step times of the three orders
@@ -444,7 +444,7 @@ show.table(
 )
 
 # %% [markdown]
-# GPipe and 1F1B idle equally long, since both fill and drain the pipeline once. 1F1B saves memory, which allows a larger $m$, and the larger $m$ makes the bubble smaller.
+# GPipe and 1F1B idle equally long, since both fill and drain the pipeline once. 1F1B saves memory, which allows a larger $m$ and so a smaller bubble.
 #
 # ![GPipe above 1F1B, four stages and eight micro-batches: both take the same time and have the same bubble. At its peak each stage of GPipe holds activations of 8 micro-batches; the stages of 1F1B hold those of 4, 3, 2 and 1.](../figures/pipeline_memory.svg)
 #
@@ -489,7 +489,7 @@ print(pipeline.make_schedule("1f1b", 4, 6))
 # - *ZB-H2* also fills the beginning, with more forwards. It idles $(p-1)(F+I-2W)$ seconds, zero if all three take equally long, but holds up to $2p-1$ micro-batches.
 # - *ZB-V* idles zero seconds, too, with the memory of 1F1B. Each rank has two chunks, placed in a V: the first rank holds the first chunk *and the last*, so the first backward begins on the rank where the first forward began.
 #
-# `order_in_steps` builds a stage's list in small steps. Each has one pass of each kind; `starts` gives each kind's first step. The interleaved schedule is built likewise.
+# `order_in_steps` builds a stage's list, also of the interleaved schedule, in steps. A step has one pass of each kind; `starts` gives each kind's first step.
 
 # %%
 show.source(pipeline.schedule_zb_h1, pipeline.schedules.order_in_steps)
@@ -531,7 +531,7 @@ print("1F1B takes", max(plain_simulate(orders, {"F": 1, "B": 2}).values()), "uni
 # %% [markdown]
 # These are the 27 units of the pictures above.
 # [`pipeline.simulate`](../code/shardlab/pipeline/simulate.py) has the same rule for every schedule of this lesson, adds the time of a message, and refuses lists that deadlock.
-# The table compares `pipeline.simulate` with the formulas, for $p = 4$, $m = 8$ and equal times. "Held" is the peak of activations on stages 0 to 3, in micro-batches.
+# The table compares it with the formulas, for $p = 4$, $m = 8$ and equal times. "Held" is the peak of activations on stages 0 to 3, in micro-batches.
 #
 # ```{predict}
 # :row: 1f1b
@@ -573,11 +573,10 @@ show.table(rows, [*head, "held", "messages sent by stage 1"])
 # :class: checked
 #
 # The paper measures each stage from *its own* first action to its own last. By that definition ZB-H2 has no bubble: stages start and end one after the other, and start the next step in the same order.
-# If all stages have to end together, they wait at the beginning and the end: column *if all end together*. Clipping by the global gradient norm forces all stages to wait. (The paper runs the optimizer first and checks the norm afterwards, section 4.)
+# If all stages have to end together, as clipping by the global gradient norm demands, they wait at the beginning and the end: column *if all end together*. (The paper runs the optimizer first and checks the norm afterwards, section 4.)
 # `````
 #
 # Given the pass times that the paper measured on A100s (its Table 9), the simulator reproduces the paper's bubble rates (its Table 5), to the last printed digit.
-# The cell checks four rows of that table, [a test](../tests/test_pipeline_schedules.py) all of them.
 
 # %% tags=["hide-input"]
 # Compares the simulator with published bubble rates
@@ -621,7 +620,7 @@ for p, m, times, rates in PUBLISHED:
 #
 # ## Deadlock: two neighbours both send first
 #
-# In the steady state of 1F1B, a stage wants to send activations to the next stage, while the next stage wants to send a gradient back.
+# In the steady state of 1F1B, a stage sends activations to the next stage, while the next stage sends a gradient back.
 # `Stage` above sends asynchronously. Suppose that each send waited until it is received, as `dist.send` may:
 
 # %%
@@ -865,7 +864,7 @@ for which, what in enumerate(("gradients", "weights")):
     )
 
 # %% [markdown]
-# Gradients and weights are equal because every product has the same operands and every sum the same order ([the tests](../tests/test_pipeline.py) cover 1 and 2 stages, too). Two cases differ:
+# Gradients and weights are equal because every product has the same operands and every sum the same order. Two cases differ:
 #
 # - with *tied* weights, the first stage (embedding) and the last (head) each hold a copy. The two stages add its gradients once per step, $(a + b) + (c + d)$; one process adds $((a + b) + c) + d$;
 # - compared with one process that runs the whole batch *at once*: its matrix products have more rows, and may add in another order.
@@ -893,7 +892,7 @@ for case, tied, at_once in (
 show.table(rows, ["on 4 stages", "type", "gradients", "weights after five steps"])
 
 # %% [markdown]
-# In float64, with about nine more digits, both differences shrink by about nine digits, so they are rounding errors. With dropout, ranks draw other masks than one process.
+# In float64, which has about nine more digits, both differences are about nine digits smaller: they are rounding errors. With dropout, ranks draw other masks than one process.
 #
 # ## What it costs
 #
@@ -950,7 +949,7 @@ show.table(
 # With slow hops 1F1B takes longer than GPipe, whose stages wait for hops only while filling and draining. In 1F1B, a stage waits in every alternation for a message that its neighbour could not send earlier.
 # So hops must be short compared with a forward, or stages must run more forwards in the warm-up.
 #
-# Here is the interleaved step, simulated and measured:
+# The interleaved step:
 
 # %% tags=["hide-input", "measured", "skip-slide"]
 # Draws the interleaved step, simulated and measured
@@ -1279,7 +1278,7 @@ head = [
 show.table(rows, head, caption="Two ranks, loopback, m = 4")
 
 # %% [markdown]
-# The gradients are bitwise equal, and the times are close. [The benchmark](../benchmarks/pipeline.py) measures the times with more care, on two and four ranks and on a slow link, where posting receives early matters.
+# The gradients are bitwise equal, and the times are close. [The benchmark](../benchmarks/pipeline.py) measures the times on two and four ranks and on a slow link, where posting receives early matters.
 # The libraries' names differ:
 #
 # | here | PyTorch | Megatron |
@@ -1296,8 +1295,8 @@ show.table(rows, head, caption="Two ranks, loopback, m = 4")
 # `````{admonition} False: "wrap an nn.Sequential in torch.distributed.pipeline.sync.Pipe"
 # :class: checked
 #
-# Tutorials still recommend this module. It was deprecated in March 2024 ([pull request 121464](https://github.com/pytorch/pytorch/pull/121464)) and then removed ([127354](https://github.com/pytorch/pytorch/pull/127354)). Its successor is `torch.distributed.pipelining`, formerly a separate project, PiPPy.
-# The successor works differently: `Pipe` ran GPipe in *one* process over several GPUs, `pipelining` runs one process for each stage.
+# Tutorials still recommend this module. It was deprecated in March 2024 ([pull request 121464](https://github.com/pytorch/pytorch/pull/121464)) and then removed ([127354](https://github.com/pytorch/pytorch/pull/127354)).
+# `Pipe` ran GPipe in *one* process over several GPUs. Its successor, `torch.distributed.pipelining` (formerly PiPPy), runs one process for each stage.
 # `````
 
 # %% tags=["hide-input"]
@@ -1351,10 +1350,10 @@ for zero in (0, 1, 2):
 # ## Pipeline and data parallelism together
 #
 # A pipeline of $p$ stages on $N$ ranks leaves room for $d = N/p$ *replicas* of the pipeline. Ranks that hold the same stage in different replicas average their gradients.
-# They do so once, after the last micro-batch, because the gradient of a step is the sum over all micro-batches. `Pipeline` averages at the end of `step`, with one all-reduce for each parameter:
+# They do so once, after the last micro-batch, because the gradient of a step is the sum over all micro-batches. `Pipeline._end_step` does it with one all-reduce for each parameter:
 
 # %%
-show.source(core.Pipeline._end_step, average_gradients)
+show.source(average_gradients)
 
 # %% [markdown]
 # Two replicas of a two-stage pipeline, compared with one process:
@@ -1401,8 +1400,7 @@ for m in (2, 8):
     print(f"  {calls} all-reduces for {parameters} parameters")
 
 # %% [markdown]
-# Each parameter has one all-reduce, however many micro-batches there are. A wrapper that averages after every micro-batch would send $m$ times as much.
-# (Fewer, larger messages would be faster: the buckets of [Data parallelism](data_parallel.md).)
+# A wrapper that averages after every micro-batch would send $m$ times as much. Fewer, larger messages would be faster: the buckets of [Data parallelism](data_parallel.md).
 #
 # ## What goes wrong
 #
@@ -1443,7 +1441,7 @@ else:
     raise AssertionError("this was meant to hang")
 
 # %% [markdown]
-# The message names both ranks and the line at which they wait. With nccl the default timeout is ten minutes.
+# With nccl the default timeout is ten minutes.
 #
 # ### Two messages swapped
 #
@@ -1550,17 +1548,7 @@ for name, ratio in found.items():
 #
 # In a real job, three signs show a correct setup. The first loss and gradient norm equal those of one process. With 1F1B, memory falls from the first stage to the last. Twice as many micro-batches of the same size take less than twice as long, because the bubble does not grow.
 #
-# ```{admonition} On more GPUs
-# :class: note
-#
-# Stages that share a processor cannot compute at the same time, so where this page measures time, its stages sleep or share the cores.
-# On two GPUs, two stages would really compute at once: the page would compare measured and predicted bubbles for real passes,
-# and messages would travel from GPU to GPU while both compute.
-# ```
-#
 # ## Exercises
-#
-# Each exercise has a check, which runs your answer on real ranks where it needs them.
 #
 # ```{exercise-start} GPipe's bubble (easy)
 # :label: ex-pipeline-bubble

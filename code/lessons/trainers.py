@@ -96,12 +96,12 @@ show.source(lightning.SynchronizedSave, lightning.find_newest_checkpoint)
 # At the next start there may be two checkpoints, one from the signal and one from the last validation. Lightning resumes from the checkpoint that `ckpt_path` names; without `ckpt_path` it takes the signal's checkpoint, however old. So the script passes the newer one, which `find_newest_checkpoint` returns.
 # The batch file needs `--signal` and `--requeue`. With `#SBATCH --signal=B:USR1@120` the signal would go only to the batch script's shell, and nothing would be saved.
 #
-# The [tests](../tests/test_trainers.py) submit this file to a real Slurm that runs two nodes on one machine, send the signal, and check that the job starts again and finishes. They run without GPUs, so `accelerator="auto"` on GPUs and NCCL between nodes are not tested.
+# The [tests](../tests/test_trainers.py) submit this file to a real Slurm with two nodes on one machine, send the signal, and check that the job starts again and finishes. They run without GPUs and NCCL.
 #
 # ### Comparison with a plain loop
 #
 # On this page `ranks.run` starts the ranks. `ExistingRanks` (12 lines) makes Lightning use them, and `existing_ranks.DDP` gives it each rank's device.
-# The cell trains two epochs of 40 windows, in ten steps of 8, with Lightning and with a plain loop. The plain loop draws the order of the windows with `torch.randperm`, seeded with seed + epoch.
+# The cell trains two epochs of 40 windows, in ten steps of 8, with Lightning and with a plain loop. Like Lightning's sampler, the plain loop orders the windows by `torch.randperm`, seeded with seed + epoch.
 
 # %%
 def train_plainly(steps=10):
@@ -128,7 +128,7 @@ def train_plainly(steps=10):
 
 
 # %% [markdown]
-# Lightning trains on two ranks: with DDP, with FSDP2, and with FSDP2 on the mesh that it makes by default.
+# Lightning trains on two ranks: with DDP, with FSDP2, and with FSDP2 on its default mesh.
 
 # %%
 def fit(strategy, *choices):
@@ -164,9 +164,7 @@ show.table(rows, ["2 ranks, 10 steps", "losses", "norms before clipping", "weigh
 
 # %% [markdown]
 # "Equal" means within $10^{-5}$, for weights within $10^{-4}$, since AdamW moves a weight by up to $10^{-3}$ however small its gradient.
-# The last row shows an easy mistake. By default `ModelParallelStrategy()` shards over nodes, and uses the ranks of a node for tensor parallelism. On one node its `"data_parallel"` mesh has one rank, so `fully_shard` does not shard. Without a warning, both ranks read the same windows and compute the same: you pay for two GPUs, and train as with one.
-# FSDP1 (`strategy="fsdp"`) does not run on CPUs.
-#
+# The last row shows the mistake from the top of this page. By default `ModelParallelStrategy()` shards over nodes, and uses the ranks of a node for tensor parallelism. On one node its `"data_parallel"` mesh has one rank, so `fully_shard` does not shard, and both ranks read the same windows.
 # ## What a trainer changes without being asked
 #
 # The cell passes the `Trainer` a module that only records its inputs: 8 numbers to train on, and 5 to validate, in batches of 2.
@@ -293,7 +291,7 @@ show.table(rows, ["scale", "largest error (%)", "parameters with inf or nan"])
 
 # %% [markdown]
 # If the scale is too small, gradients lose digits; if it is too large, they overflow.
-# The right scale is not known in advance, and changes during training. So a scaler adjusts it: when a gradient overflows, it halves the scale and skips the step; after `interval` good steps it doubles the scale.
+# The right scale changes during training. So a scaler adjusts it: when a gradient overflows, it halves the scale and skips the step; after `interval` good steps it doubles the scale.
 
 # %%
 def plain_unscale(gradients, scale, good_steps, interval=2000):
@@ -397,13 +395,12 @@ show.table(
 )
 
 # %% [markdown]
-# The overflows come from training itself; the cell does not inject any.
 # The first overflow is in one rank's shard. This rank halves its scale, the other rank does not.
 # From then on the reduce-scatter adds gradients with two different scales. The larger scale makes the sum overflow in the same shard every step, although that shard's rank keeps halving its own scale: this half of the model no longer trains.
 # One all-reduce of one number, with MAX, repairs this.
-# With stage 2 of the course's ZeRO the same mistake ends in a hang: a rank that steps joins the all-gather of new weights, a rank that skips the step does not (`tests/test_trainers.py`).
+# With stage 2 of the course's ZeRO the same mistake ends in a hang: a rank that steps joins the all-gather of new weights, a rank that skips the step does not.
 #
-# `torch.amp.GradScaler` needs no repair with FSDP2: gradients are `DTensor`s, which call this all-reduce themselves ([pytorch#132816](https://github.com/pytorch/pytorch/pull/132816)). `tests/test_trainers.py` also compares `GradScaler` with our `LossScaler`: scales and weights are bitwise equal.
+# `torch.amp.GradScaler` needs no repair with FSDP2: gradients are `DTensor`s, which call this all-reduce themselves ([pytorch#132816](https://github.com/pytorch/pytorch/pull/132816)). Its scales and weights are bitwise equal to those of our `LossScaler` (`tests/test_trainers.py`).
 #
 # ````{admonition} Only if the first gradient is sharded: "GradScaler knows DTensors, so all ranks decide alike"
 # :class: checked
@@ -442,6 +439,8 @@ for sharded in (True, False):
 
 # %% [markdown]
 # ## fp16 in DeepSpeed's configuration
+#
+# This configuration trains in fp16 with ZeRO stage 2. `de.check_config` checks all lines against DeepSpeed's own schema.
 
 # %%
 settings = {
@@ -465,7 +464,7 @@ de.check_config(settings, optimizer=True)  # torch's AdamW is passed separately
 
 
 # %% [markdown]
-# `de.check_config` checks all lines against DeepSpeed's own schema. Three settings need explanation:
+# Three settings need explanation:
 #
 # - `loss_scale_window` is our `interval`;
 # - when the scale is at `min_loss_scale`, an overflow ends the run with an exception;
@@ -473,7 +472,7 @@ de.check_config(settings, optimizer=True)  # torch's AdamW is passed separately
 #
 # DeepSpeed reduces its flag with MAX, as we do (`has_overflow` in `stage_1_and_2.py`).
 #
-# On most CPUs DeepSpeed refuses fp16: "Type fp16 is not supported on your device", from `_do_sanity_check` in `engine.py`. These CPUs have no fast float16 instructions, but torch can still compute in float16. So the cell disables the check, and the real engine trains: once with these settings, once with an initial scale of $2^{20}$ and a window of 3.
+# On most CPUs DeepSpeed refuses fp16 ("Type fp16 is not supported on your device"), since they have no fast float16 instructions. But torch can still compute in float16. So the cell disables the check, and the real engine trains: once with these settings, once with an initial scale of $2^{20}$ and a window of 3.
 
 # %%
 def train_with_deepspeed(changes, steps=10):
@@ -554,7 +553,7 @@ show.table(rows, ["step", *map(str, range(1, 11))])
 
 # %% [markdown]
 # With an initial scale of $2^{20}$ DeepSpeed skips five steps: four halve the scale; one does not, because of the hysteresis.
-# Between an overflow and the next doubling DeepSpeed takes four good steps, not three: its window is one step longer.
+# Between an overflow and the next doubling DeepSpeed takes four good steps, not three.
 #
 # ## What goes wrong, and how it looks
 #

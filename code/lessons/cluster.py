@@ -88,7 +88,7 @@ sessions.show_session("one")
 # ### The environment inside a job
 #
 # The job does not run on the machine on which you tried your script.
-# Most sites copy your shell's environment variables into the job.
+# Most sites copy your shell's environment variables into it.
 # Do not rely on this: let the batch script set up everything that the training script needs.
 #
 # | you need | the line in the batch script |
@@ -100,13 +100,13 @@ sessions.show_session("one")
 #
 # Compute nodes often have no internet. Fetch data, models and packages on the login node, into a folder that all nodes see.
 # With [`HF_HUB_OFFLINE=1`](https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables) the library raises an error at once instead of waiting for a network.
-# If the environment is not activated, the node does not find your programs:
+# Without an activated environment, the node does not find your programs:
 
 # %%
 sessions.show_session("path")
 
 # %% [markdown]
-# `execve(): torchrun: No such file or directory` means that no `torchrun` is in the job's `PATH`: activate the environment in the batch script.
+# `execve(): torchrun: No such file or directory` means that no `torchrun` is in the job's `PATH`.
 #
 # The course's commands that examine a job, `doctor` and `cluster watch`, run inside the job.
 # So the job's environment needs the course's package (`pip install -e .` in the course's folder) and, for GPU metrics, `pip install nvidia-ml-py`.
@@ -121,8 +121,7 @@ sessions.show_session("pending")
 
 # %% [markdown]
 # Nodes are grouped into *partitions*, each with a maximal time limit. `sinfo -o '%P %l'` lists partitions and limits.
-# `PartitionTimeLimit`: the job asks for more time than its partition allows.
-# Ask for less time, or name another partition with `--partition`.
+# `PartitionTimeLimit`: the job asks for more time than its partition allows. Ask for less, or name another with `--partition`.
 # Some sites refuse such a job at once: `Requested time limit is invalid`.
 #
 # ### A small Slurm on your own machine
@@ -211,7 +210,6 @@ show.table(rows, ["option", "default", "meaning"])
 sessions.show_session("torchrun", live=False)
 
 # %% [markdown]
-# The lines are sorted here; in the file they are in any order.
 # `LOCAL_RANK` is a rank's number on its node and chooses its GPU.
 # `RANK`, its number over all nodes, is for everything else.
 #
@@ -222,7 +220,7 @@ sessions.show_job("srun.sbatch")
 
 # %% [markdown]
 # Without `torchrun` there are no restarts inside the job.
-# The [tests](../tests/test_cluster_slurm.py) run both batch scripts with [our script](train.md#the-script-to-take-home): the losses equal those of one process, to 1e-5.
+# With both batch scripts, the losses of [our script](train.md#the-script-to-take-home) equal those of one process, to 1e-5 ([tested](../tests/test_cluster_slurm.py)).
 #
 # ### Rank 0 is not on node 0
 #
@@ -238,6 +236,8 @@ sessions.show_job("srun.sbatch")
 # ```
 #
 # ### Device numbers: which GPU a task sees
+#
+# Slurm says in `CUDA_VISIBLE_DEVICES` which GPUs a task sees:
 
 # %%
 sessions.show_session("gpus")
@@ -245,12 +245,12 @@ sessions.show_session("gpus")
 # %% [markdown]
 # With `--gpus-per-node=2` every task sees both GPUs, and the device is `cuda:LOCAL_RANK`.
 # With `--gpus-per-task=1` each task sees one GPU. CUDA numbers visible GPUs from 0, so the device is `cuda:0` in all tasks, and `cuda:1` is invalid in the second task.
-# A script that takes `LOCAL_RANK % torch.cuda.device_count()` is right in both cases.
+# `LOCAL_RANK % torch.cuda.device_count()` is right in both cases.
 #
 # ````{admonition} False: "export CUDA_VISIBLE_DEVICES=0,1,2,3 gives the job its GPUs"
 # :class: checked
 #
-# Many batch scripts have this line. In the session below, two jobs with one GPU each share a node, and both set the variable.
+# In the session below, two jobs with one GPU each share a node, and both set the variable.
 # Under `srun` the line has no effect: Slurm sets the variable anew for every `srun`.
 # Without `srun` the process sees GPUs of the other job. If the site confines devices with cgroups, these GPUs cannot be opened; if not, two jobs compute on one GPU.
 # Ask for GPUs with `--gpus-per-node`, and do not set the variable.
@@ -291,7 +291,7 @@ sessions.show_session("random")
 # ## Save before the time limit and requeue
 #
 # A job that reaches `--time` gets SIGTERM, and SIGKILL some seconds later (30 by default, the site's `KillWait`).
-# These seconds may be too few for a checkpoint. So ask for an earlier signal, save, and requeue the job:
+# These seconds may be too few for a checkpoint. So ask for an earlier signal, save, and requeue:
 
 # %%
 sessions.show_job("requeue.sbatch")
@@ -313,13 +313,12 @@ sessions.show_session("requeue", live=False)
 # %% [markdown]
 # `scancel --signal` sends the same signal by hand, so you can try this without waiting for the time limit.
 # A requeued job keeps its number, and so its folder. It waits two minutes before it may start (`BeginTime`); `scontrol update` removes this delay.
-# A test stops [our script](train.md#the-script-to-take-home) in this way, and checks that each step ran once, with the losses of one process.
 #
 # ````{admonition} Only if the ranks handle the signal: "USR1 makes the job save"
 # :class: checked
 #
 # The signal makes the *ranks* save, if they handle it. `torchrun` does not handle SIGUSR1, so the signal ends `torchrun` with status 138, which is 128 + 10.
-# `set -e` then ends the batch script before it looks for `stopped`, and the job is not requeued, though everything was saved.
+# `set -e` then ends the batch script before it looks for `stopped`, and the job is not requeued.
 # `--signals-to-handle` (torch 2.13) passes the signal on, but `torchrun` still ends with status 1.
 # After `trap "" USR1; exec torchrun`, `torchrun` and its processes ignore the signal; a rank that then sets its own handler still receives it.
 # ````
@@ -347,7 +346,6 @@ sessions.show_session("killed", live=False)
 
 # %% [markdown]
 # Steps 11 and 12 are computed twice, because they came after the last save. All losses equal those of a single process.
-# The job lost two steps, and the time in which four processes imported torch again.
 # Such interruptions come every three hours in a job of 16,384 GPUs, as [Checkpoints](checkpoint.md#mean-time-between-failures) counts.
 #
 # ### Which rank failed first
@@ -368,7 +366,7 @@ sessions.show_session("killed", live=False)
 #
 # `benchmarks/elastic.py` trained a small GPT on four ranks and two nodes, both on one machine, with a checkpoint after every fifth step.
 # Each fault comes after step 12.
-# The seconds are the time from the last step before the fault to the first step after it.
+# The seconds are from the last step before the fault to the first step after it.
 
 # %% tags=["hide-input"]
 # Table: what faults cost, recorded by benchmarks/elastic.py
@@ -387,7 +385,6 @@ show.table(rows, head, caption=caption)
 
 # %% [markdown]
 # - Most of the time is the script's start, mainly its imports, which no launcher can avoid.
-# - Only the steps since the last save are lost.
 # - An agent is torchrun's process on a node. When it alone is killed, its ranks do not notice, and continue training. At the next fault they wait for ever, and hold their GPUs until they are killed. Slurm kills them when the job ends.
 # - A dash means that training did not go on. Without the store, through which the agents exchange data, the job ends, and only the scheduler can start it again, by requeueing.
 #
@@ -395,8 +392,7 @@ show.table(rows, head, caption=caption)
 #
 # Each start of the ranks is a *round*. By default `torchrun` keeps one store of addresses for the ranks of *all* rounds.
 # A restarted rank can find the address of a dead rank in this store, and waits for that rank: `connectFullMesh failed … Connection refused`.
-# `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` gives each round its own store. Set it wherever you allow restarts.
-# In the [test](../tests/test_elastic.py), a rank of the first round writes a key, and a rank of the second round finds the key, unless the variable is set (torch 2.13).
+# `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` gives each round its own store (torch 2.13, [tested](../tests/test_elastic.py)). Set it wherever you allow restarts.
 #
 # ### Faults that no restart repairs
 #
@@ -407,8 +403,8 @@ show.table(rows, head, caption=caption)
 #
 # ## Is my job using its GPUs?
 #
-# A scheduler counts GPUs that are *allocated*, whether they compute or wait. `nvidia-smi` shows their utilisation, and many people are satisfied with 100 %.
-# NVIDIA defines utilisation as the [share of time in which at least one kernel ran](https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html). A *kernel* is one operation on the GPU. Utilisation does not say how much of the GPU this kernel used.
+# A scheduler counts GPUs that are *allocated*, whether they compute or wait. `nvidia-smi` shows their utilisation,
+# which NVIDIA defines as the [share of time in which at least one kernel ran](https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html). A *kernel* is one operation on the GPU. Utilisation does not say how much of the GPU this kernel used.
 # The same holds for a CPU core. The cell multiplies small matrices for half a second, and then large matrices.
 
 # %% tags=["hide-input", "measured"]
@@ -453,9 +449,8 @@ show.table(rows, ["rows of the matrix", "core busy (% of time)", "GFLOP/s"])
 # | MFU (model FLOP utilisation) | your script | operations that the model needs, divided by the operations that the GPUs could do in the same time {cite}`chowdhery2022palm`: busy waiting does not raise it |
 #
 # NVML is the library of NVIDIA's driver, DCGM a service on the node; [its overview](https://docs.nvidia.com/datacenter/dcgm/latest/user-guide/feature-overview.html) has the definitions.
-# Many sites plot these numbers for each job: [LLview](https://github.com/FZJ-JSC/LLview) comes from Jülich, [jobstats](https://github.com/PrincetonUniversity/jobstats) from Princeton.
-# Look at your site's plots first.
-# Their samples are minutes apart; for shorter intervals, sample yourself.
+# Many sites plot these numbers for each job, with [LLview](https://github.com/FZJ-JSC/LLview) or [jobstats](https://github.com/PrincetonUniversity/jobstats).
+# Look at these plots first. Their samples are minutes apart; for shorter intervals, sample yourself.
 #
 # ### Sample each rank
 #
@@ -615,7 +610,7 @@ show.table(rows, ["gradients", "rank", "first message begins (% of backward)"])
 
 
 # %% [markdown]
-# On a CPU the same cores compute and send, so DDP gains little. On GPUs, the messages are nccl's kernels and copies between GPUs.
+# On a CPU the same cores compute and send, so DDP gains little.
 #
 # ## The job hangs
 #
@@ -695,7 +690,6 @@ assert find_missing_ranks(calls, "data") == [1]
 # %% [markdown]
 # The watchdog's `timeout` must be longer than any step, also the first and those with saves, but shorter than the group's limit: at that limit gloo marks the waiting collective as done.
 # `python -m shardlab cluster hang FOLDER` prints the same report, and PyTorch's `torchfrtrace FOLDER -p trace_` reads these files, too.
-# [A test](../tests/test_cluster_hang.py) gives the same records to both.
 #
 # ```{admonition} False: "torchfrtrace works with any backend, and names the culprit"
 # :class: checked
@@ -895,7 +889,7 @@ sessions.show_job("job.yaml")
 sessions.show_job("trainjob.yaml")
 
 # %% [markdown]
-# Neither PBS nor Kubernetes ran here. [Tests](../tests/test_cluster.py) check the YAML files against published schemas (`kubeflow-trainer-api` 2.3.0); the PBS file follows OpenPBS's manual, and its shell commands ran with a fake `pbsdsh`.
+# Neither PBS nor Kubernetes ran here. [Tests](../tests/test_cluster.py) check the YAML files against published schemas (`kubeflow-trainer-api` 2.3.0), and run the PBS file's shell commands with a fake `pbsdsh`.
 #
 # ## Symptoms, and where to look
 #
@@ -924,7 +918,7 @@ sessions.show_job("trainjob.yaml")
 #
 # ## Exercises
 #
-# In three exercises a job hangs; [a script](../code/shardtools/cluster/captured/capture.py) recorded the logs. Each log has the output, every rank's stack, and each rank's last calls. The jobs' scripts are in the same folder; try without them first.
+# In three exercises a job hangs. [Each log](../code/shardtools/cluster/captured/capture.py) has the output, every rank's stack, and each rank's last calls. The jobs' scripts are in the same folder; try without them first.
 #
 # ```{exercise-start} Who is who (easy)
 # :label: ex-cluster-ranks
@@ -1062,6 +1056,8 @@ check(my_ranks)
 # :label: sol-cluster-srun
 # :class: dropdown
 # ```
+#
+# The remainder keeps the port between 20000 and 29999, and the GPU among those that the task sees.
 
 # %%
 def my_ranks(slurm, names, gpus):

@@ -117,6 +117,7 @@ def run_shardlab(line):
 # The *degree* of an axis is the number of ranks in each of its groups.
 # A *replica* is one copy of the whole model, on $p \cdot t$ ranks.
 # Along the *innermost* axis, neighbours have consecutive rank numbers.
+# The table has the bytes that leave a node under each order, if each replica gets 16 sequences of 8,192 tokens. They are float32; bfloat16 sends half.
 
 # %% tags=["hide-input"]
 # Table: bytes that leave a node under each order, for Llama 3 70B on 512 GPUs
@@ -144,9 +145,6 @@ show.table(rows, [*head, "in all, for each GPU (GB)"])
 
 
 # %% [markdown]
-# Each replica gets 16 sequences of 8,192 tokens.
-# The bytes are for float32; bfloat16 sends half.
-#
 # ## From a list of ranks to a mesh
 #
 # A launcher starts $N$ ranks with numbers from 0 to $N-1$.
@@ -206,7 +204,6 @@ show.figure(figure, alt, "mesh-wrong-order")
 #   No rank waits for this sum before the step ends.
 #
 # If each tensor group fills a node, the order of the other two axes does not change the bytes that leave a node: rows one and three of the table are equal.
-# The order changes the bytes that leave a rack.
 # In Megatron-LM the pipeline axis is outermost, which often sends fewer bytes out of a rack.
 # In Llama 3's job and on this page the data axis is outermost, since gradients can arrive late without a rank waiting {cite}`dubey2024llama3`.
 #
@@ -238,7 +235,6 @@ print("groups of rank 5 in both:", *(ours for ours, _ in joined[5]))
 
 
 # %% [markdown]
-# From here on functions take the groups as arguments.
 # `mesh.get_mesh_groups` reads them from a `DeviceMesh`.
 #
 # ## Three-dimensional parallelism in plain code
@@ -346,6 +342,8 @@ show.source(Parallel.step, Parallel._compute_loss, Parallel._average_loss)
 # - Partial gradients are summed over the tensor group at the very end: by then each rank has only its ZeRO shard of these gradients, and the message is short.
 #
 # ## Five steps equal one process
+#
+# Three layouts train for five steps:
 
 # %%
 SHAPES = {
@@ -376,9 +374,8 @@ head = ["data × pipeline × tensor", "ranks", "losses", "last gradients", "weig
 show.table(rows, head)
 
 # %% [markdown]
-# The table shows the largest difference of any element.
-# Differences come from sums in a different order.
-# In float64 [the tests](../tests/test_contract.py) hold two dozen meshes to within $10^{-11}$ of one process after each of five steps, all with clipping, some with uneven batches, several model chunks on a stage, or recomputation.
+# The table shows the largest difference of any element, from sums in a different order.
+# In float64 [the tests](../tests/test_contract.py) hold two dozen meshes to within $10^{-11}$ of one process.
 #
 # ## Clipping, tied embeddings, LayerNorms and dropout on a mesh
 #
@@ -391,8 +388,7 @@ show.table(rows, head)
 #
 # ![Ranks that count a gradient in the norm, on two stages with two tensor ranks each. A shard of a matrix is on one rank, and counts there. LayerNorms and late biases are whole on both tensor ranks, and count on the first. The tied embedding is on both stages, and counts on the first.](../figures/mesh_norm.svg)
 #
-# `Parallel` decides which rank counts which gradient.
-# [`clip_by_global_norm`](../code/shardlab/data_parallel/buckets.py), as in other lessons, sums and scales.
+# `Parallel` decides which rank counts which gradient, and [`clip_by_global_norm`](../code/shardlab/data_parallel/buckets.py) sums and scales.
 
 # %% tags=["hide-input"]
 # Shows which rank counts which gradient
@@ -442,12 +438,11 @@ show.table(rows, ["who adds up what", "gradient norm"])
 #
 # ### Tied embeddings, LayerNorms, and a short batch
 #
-# Three operations keep replicas and tensor ranks right.
-# Each row of the next table leaves out one of them:
+# Each row of the next table leaves out an operation that replicas or tensor ranks need:
 #
 # - *twins are not summed*: the two gradients of the tied embedding, on the first and the last stage, are not added up;
 # - *norms are not summed*: the gradients of LayerNorms and late biases include only a $t$-th of the tokens;
-# - *copies weigh the same*: the average over replicas ignores that one replica has three sequences and the other just one.
+# - *replicas weigh the same*: the average over replicas ignores that one replica has three sequences and the other just one.
 
 # %%
 def run_faulty_step(fault, sizes=(3, 1)):
@@ -457,7 +452,7 @@ def run_faulty_step(fault, sizes=(3, 1)):
         job.pipeline.tied_parameter = None
     elif fault == "norms are not summed":
         job.partial_grads = set()
-    elif fault == "copies weigh the same":
+    elif fault == "replicas weigh the same":
         job.pipeline.passes.loss = lambda x, y: tp.vocab_parallel_loss(x, y, job.groups.tp)
     tokens, targets = load_batch(SMALL, 4, 0)
     copy = dist.get_rank(job.groups.dp)
@@ -469,7 +464,7 @@ def run_faulty_step(fault, sizes=(3, 1)):
     return {n: ((found[n] - w).norm() / w.norm()).item() for n, w in wanted.items()}
 
 
-FAULTS = ["none", "twins are not summed", "norms are not summed", "copies weigh the same"]
+FAULTS = ["none", "twins are not summed", "norms are not summed", "replicas weigh the same"]
 
 
 # %% tags=["hide-input"]
@@ -504,22 +499,23 @@ show.table(rows, ["fault", "gradients that are wrong", "the worst of them"])
 # %%
 def draw_masks(seeded):
     groups = mesh.create_groups(Layout(dp=2, tp=2), dist.group.WORLD)
-    copy = dist.get_rank(groups.dp)
-    torch.manual_seed({"one seed": 0, "by rank": dist.get_rank(), "by copy": copy}[seeded])
+    replica = dist.get_rank(groups.dp)
+    seeds = {"one seed": 0, "by rank": dist.get_rank(), "by replica": replica}
+    torch.manual_seed(seeds[seeded])
     return nn.functional.dropout(torch.ones(1000), 0.5) > 0
 
 
 # %% tags=["hide-input"]
 # Table: shares of equal dropout masks between ranks
 rows = []
-for seeded in ("one seed", "by rank", "by copy"):
+for seeded in ("one seed", "by rank", "by replica"):
     # CPU: masks by the CPU's generator
     found = ranks.run(draw_masks, 4, seeded, device="cpu")
     alike = [(found[0] == found[other]).float().mean().item() for other in (1, 2)]
     rows.append([seeded, *(f"{100 * fraction:.0f} %" for fraction in alike)])
     right = alike[0] == 1 and abs(alike[1] - 0.5) < 0.1
-    assert right == (seeded == "by copy")
-show.table(rows, ["seeds", "alike in a tensor group", "alike in two copies"])
+    assert right == (seeded == "by replica")
+show.table(rows, ["seeds", "equal in a tensor group", "equal in two replicas"])
 
 # %% [markdown]
 # Independent masks agree in 50 % of the elements.
@@ -553,8 +549,7 @@ show.table(rows, head)
 #
 # ### Bytes between nodes, by order of the axes
 #
-# Every order sends the same number of bytes, but a different part of them leaves a node.
-# This table is for two nodes of four ranks:
+# Every order sends the same bytes, but a different part of them leaves a node, here with two nodes of four ranks:
 
 # %% tags=["hide-input"]
 # Table: bytes that leave the two nodes under each order, predicted and counted
@@ -603,8 +598,7 @@ def build_torch_model(config):
 
 
 # %% [markdown]
-# The course's module for the same job is `Parallel` with `Layout(dp=2, tp=2, zero=3)`.
-# The next cell trains both for five steps from the same weights:
+# The next cell trains this model and `Parallel` with `Layout(dp=2, tp=2, zero=3)` for five steps from the same weights:
 
 # %% tags=["hide-input"]
 # Trains both, compares weights, and tries torch's clipping
@@ -649,16 +643,16 @@ print("clip_grad_norm_:", refused)
 #
 # In [the benchmark](../benchmarks/mesh.py), with a model of 8 M parameters on four ranks of two cores over loopback, our `Parallel` takes 0.52 of torch's time and 0.97 of its peak memory.
 # With layers four times as wide it takes 0.77 of the time, since most of the difference is the dispatch of operations.
-# The lower bound of the time, for computing and moving the bytes alone, is 60 % of ours.
-# These ratios do not hold on GPUs, where dispatch runs ahead of the computation.
+# On GPUs dispatch runs ahead of the computation, so the ratios do not hold there.
 #
 # ## The command `python -m shardlab mesh`
+#
+# The command trains under a layout, and compares predicted and counted bytes. `--help` names all options.
 
 # %% tags=["measured"]
 print(run_shardlab("mesh --dp 2 --tp 2 --pp 2 --zero 1 --layers 4 --steps 4"))
 
 # %% [markdown]
-# `python -m shardlab mesh --help` names all options.
 # `--budget` limits the bytes of tensors that a rank holds at its peak, activations included:
 
 # %%
@@ -688,7 +682,7 @@ print_error(lambda: Job(SMALL, Layout(pp=3)))
 print_error(lambda: Job(SMALL, Layout(cp=2)))
 
 # %% [markdown]
-# `Parallel` also trains interleaved schedules with several chunks on a stage, and full recomputation; [the tests](../tests/test_mesh.py) count their bytes.
+# `Parallel` also trains interleaved schedules with several chunks on a stage, and full recomputation.
 # It does not support context or expert parallelism, hybrid sharding, offload, schedules that split the backward, or recomputation of some operators only.
 # `mesh.find_unsupported(config, layout)` lists the settings of a layout that it does not train.
 #
@@ -756,9 +750,7 @@ show.table(rows, head)
 
 # %% [markdown]
 # The loaded weights have the same bits under every mesh.
-# Two steps later the bits are the same only if sums are made in the same order.
-# A new $p$ changes no sum while the micro-batches are the same.
-# A new $t$ or $d$ changes the order of additions, so the last digits differ.
+# Two steps later the bits are the same only if sums are made in the same order: a new $p$ changes no sum while the micro-batches are the same, a new $t$ or $d$ does.
 #
 # ## Hybrid sharding (HSDP): ZeRO-3 within a node, replicas across nodes
 #
@@ -766,8 +758,7 @@ show.table(rows, head)
 # *Hybrid sharding* (HSDP) shards parameters over the ranks of one node only, and every node holds a replica {cite}`zhao2023fsdp`.
 # So weights are gathered within a node, and only gradients are averaged across nodes.
 # The data axis is split in two, which torchtitan calls `dp_shard` (inner) and `dp_replicate` (outer).
-# With this course's modules HSDP takes one call after backward.
-# In torch you call `fully_shard` with a mesh of two dimensions.
+# With this course's modules HSDP takes one call after backward, and in torch a mesh of two dimensions for `fully_shard`.
 # The next cells train with both.
 
 # %%
@@ -854,8 +845,6 @@ show.table(rows, head)
 #
 # ## Exercises
 #
-# Each exercise has a check; where ranks are needed, it runs your answer on real ones.
-#
 # ```{exercise-start} The groups of a rank (easy)
 # :label: ex-mesh-groups
 # ```
@@ -919,7 +908,7 @@ check(answer, "mesh_budget")
 # ```
 #
 # Gradients and weights have to be divided as well: by ZeRO-3, by tensor ranks, or by both.
-# ZeRO-1 leaves weights and gradients whole in every replica.
+# ZeRO-1 leaves them whole in every replica.
 
 # %%
 answer = "--dp 2 --tp 4 --zero 3"

@@ -165,6 +165,7 @@ show.table(rows, ["2 ranks, 10 steps", "losses", "norms before clipping", "weigh
 # %% [markdown]
 # "Equal" means within $10^{-5}$, for weights within $10^{-4}$, since AdamW moves a weight by up to $10^{-3}$ however small its gradient.
 # The last row shows the mistake from the top of this page. By default `ModelParallelStrategy()` shards over nodes, and uses the ranks of a node for tensor parallelism. On one node its `"data_parallel"` mesh has one rank, so `fully_shard` does not shard, and both ranks read the same windows.
+#
 # ## What a trainer changes without being asked
 #
 # The cell passes the `Trainer` a module that only records its inputs: 8 numbers to train on, and 5 to validate, in batches of 2.

@@ -172,7 +172,7 @@ print("one process: " + ", ".join(f"{value:.4f}" for value in LOSSES))
 # ![The engine's three calls. engine(tokens) runs the model's forward; at stage 3 it gathers each layer before its use and frees it after. engine.backward(loss) divides the loss by the accumulation; at stage 0 it all-reduces the gradients, at stages 1 to 3 it reduce-scatters them. engine.step() clips and steps after the last micro-batch; at stages 1 and 2 it then all-gathers the weights. Below, the states on four ranks: all are full at stage 0; each rank has a shard of the optimizer states from stage 1, of the gradients from stage 2, of the parameters at stage 3. Offload moves optimizer states or parameters to the host's memory.](../figures/deepspeed_engine_wraps.svg)
 #
 # You know these mechanisms: averaging from [Data parallelism](data_parallel.md), the stages from [ZeRO](zero.md).
-# With DeepSpeed a dictionary chooses among them {cite}`rasley2020deepspeed`. This lesson explains the dictionary.
+# With DeepSpeed a dictionary chooses among them {cite}`rasley2020deepspeed`.
 #
 # From here on the page uses the course's [wrappers](#the-module-wrappers-around-deepspeeds-calls) `de.initialize` and `de.step`.
 # `de.initialize` calls DeepSpeed's `initialize`, chooses the device, checks the number of ranks, and keeps DeepSpeed from printing. `de.step` makes the three calls above for each micro-batch of one optimizer step.
@@ -252,7 +252,7 @@ show.table(
 
 
 # %% [markdown]
-# Clipping is sensible. But if only one of two frameworks clips, their losses differ, as if one had a bug.
+# If only one of two frameworks clips, their losses differ, as if one had a bug.
 # With AdamW the difference shows only after a few steps. A gradient factor that is the same in all steps cancels in AdamW; but clipping has a different factor in each step, and AdamW's moments mix gradients of several steps.
 #
 # ## The batch arithmetic
@@ -270,7 +270,7 @@ show.table(
 # ![Two ranks, each with two micro-batches of two sequences, one after the other. Micro-batch 2, times accumulation 2, times 2 copies: a train batch of 8 sequences, for one average over the ranks and one optimizer step.](../figures/deepspeed_engine_batch.svg)
 #
 # If you give two of the three, DeepSpeed computes the third. If you give all three, the equation must hold.
-# In the next cell it does not hold, and the error message shows the product.
+# If it does not hold, as in the next cell, the error message shows the product.
 
 # %%
 def catch_refusal(settings):
@@ -488,8 +488,8 @@ show.table(rows, ["asked for", "saved for backward (kB)", "loss after one step"]
 #
 # The engine can shard each matrix, and split the layers into stages.
 #
-# **Automatic tensor parallelism.** You give the number of ranks, and patterns for the names of the matrices that are cut by columns or by rows. For well-known models DeepSpeed has the patterns.
-# **[Pipeline](pipeline.md).** The model becomes a list of layers, a `PipelineModule`, and each stage keeps its part. Then `train_batch` replaces forward, backward and step.
+# - **Automatic tensor parallelism**: you give the number of ranks, and patterns for the names of the matrices that are cut by columns or by rows. For well-known models DeepSpeed has the patterns.
+# - **[Pipeline](pipeline.md)**: the model becomes a list of layers, a `PipelineModule`, and each stage keeps its part. Then `train_batch` replaces forward, backward and step.
 #
 # The cell runs both on two ranks, and counts each rank's parameters.
 
@@ -562,7 +562,6 @@ assert says == {"tensor": 8, "pipeline": 4}
 
 # %% [markdown]
 # Tensor parallelism leaves embedding, output layer and LayerNorms whole on every rank. The pipeline divides whole layers, which is uneven for such a small model: stage 0 holds the embedding.
-# In both runs, the two ranks count as *one* copy in the batch arithmetic.
 #
 # ## Checkpoints: regular, universal and plain
 #
@@ -716,7 +715,10 @@ show.source(de.load_checkpoint, de.to_universal)
 show.source(lab._load_sharded_llama)
 
 # %% [markdown]
-# The other configurations build the whole model first: the last column of the next table has the peak bytes while building.
+# The other configurations build the whole model first: the last column of the next table has the peak bytes while building. Two more of its columns:
+#
+# - **TFLOP/s** counts useful operations: 6 per parameter and token in training, 2 in inference, and those of attention. The formula is compared with torch's own counter below.
+# - **FLOP/byte** is the arithmetic intensity: operations per byte that is read from memory or written to it. The count includes weights at each pass, gradients, optimizer states, the cache, and with ZeRO-3 the gathered weights, but no activations. [The roofline](gemm.md#from-bytes-to-seconds-the-roofline) derives the attainable speed from it.
 
 # %% tags=["measured"]
 task = lab.Task(batch=4, prompt=32, new=8, seq=64, steps=3)
@@ -729,14 +731,14 @@ print(", ".join(f"{what}: {value}" for what, value in count.describe_machine()))
 breakdown.show_table(reports, caption="Two ranks that share one machine")
 
 # %% [markdown]
-# Arithmetic intensity (FLOP/byte) does not depend on the machine. Speed does: here two ranks run on two cores, and with such a small model most of the time is overhead.
+# FLOP/byte does not depend on the machine. Speed does: here two ranks run on two cores, and with such a small model most of the time is overhead.
 
 # %% tags=["hide-input", "measured"]
 # Draws speed and intensity of the four configurations
 
 show.figure(
     breakdown.draw_bars(reports),
-    "Bars for the four ways: tokens per second and FLOP per byte; above for "
+    "Tokens per second and FLOP per byte of the four configurations: above for "
     "inference, below for training.",
     "deepspeed_engine_lab",
 )
@@ -781,12 +783,10 @@ print(
 )
 
 # %% [markdown]
-# Two of the table's columns, and two observations:
+# The tables show two things:
 #
-# - **TFLOP/s** counts useful operations: 6 per parameter and token in training, 2 in inference, and those of attention. The formula is compared with torch's own counter below.
-# - **FLOP/byte** is the arithmetic intensity: operations per byte that is read from memory or written to it. The count includes weights at each pass, gradients, optimizer states, the cache, and with ZeRO-3 the gathered weights, but no activations. [The roofline](gemm.md#from-bytes-to-seconds-the-roofline) derives the attainable speed from it.
 # - **Inference** reads all weights for one token of each sequence, so its intensity is low. With a divided batch the intensity is lower still: each copy reads all weights for half the sequences. Tensor parallelism divides the weights instead, and keeps most of the intensity.
-# - **ZeRO-3** gathers all parameters again for each generated token, so it suits generation only where nothing else fits. Here ZeRO-3 is the slowest row in training as well: each gather serves only 128 tokens. A later section derives the [number of tokens](#when-stage-3-is-worth-its-traffic) that hides a gather.
+# - **ZeRO-3** gathers all parameters again for each generated token, so it suits generation only where nothing else fits. Here ZeRO-3 is the slowest row in training as well: no gather is hidden on a CPU, and each serves only 128 tokens. A later section derives the [number of tokens](#when-stage-3-is-worth-its-traffic) that hides a gather.
 #
 # ### Operations, predicted and counted
 #
@@ -863,7 +863,7 @@ for link, speed in {"NVLink, 450 GB/s": 450e9, "400 Gbit/s": 50e9}.items():
     print(link, "hides the gather from", round(reached / speed), "tokens per GPU on")
 
 # %% [markdown]
-# Backward gathers once more and sends gradients: twice the bytes for twice the operations, so the same $T$ is enough. Within a node, one sequence of a thousand tokens is enough; over a network, a GPU needs several thousand tokens. In [the lab](#the-lab-one-llama-in-eight-configurations) a rank has 128 tokens, and on a CPU no gather is hidden at all: so ZeRO-3 is slowest.
+# Backward gathers once more and sends gradients: twice the bytes for twice the operations, so the same $T$ is enough. Within a node, one sequence of a thousand tokens is enough; over a network, a GPU needs several thousand tokens.
 #
 # ### When more GPUs cost less
 #
@@ -881,7 +881,7 @@ for link, speed in {"NVLink, 450 GB/s": 450e9, "400 Gbit/s": 50e9}.items():
 # | Tensor parallelism | weights and their reads are divided; intensity nearly kept (lab) | two all-reduces per layer and pass, so only within fast links |
 # | Pipeline | sends only activations between stages | a model rewritten as a list of layers; only with stages 0 and 1 |
 #
-# On a CPU, host and device share one memory, so offload shows no gain. The table of settings above predicts the gain on GPUs; [ZeRO](zero.md) measures stages to the byte.
+# On a CPU, host and device share one memory, so offload shows no gain. The table of settings above predicts the gain on GPUs.
 #
 # ## What goes wrong
 #
@@ -899,11 +899,8 @@ except ValueError as error:
     print("check:", textwrap.fill(str(error), 78))
 
 # %% [markdown]
-# With this file you meant to switch clipping off, but trained with 1.0.
-#
 # `de.check_config` also refuses configurations with which no engine starts: stage 1 or 2 without an optimizer, no batch size at all, `tp_size` in place of `autotp_size`.
 # It does not check the names of optimizers and schedulers. With ZeRO or 16 bits DeepSpeed wraps the optimizer, and torch's schedulers do not accept the wrapper: so DeepSpeed refuses their names, such as `CosineAnnealingLR`. Name a scheduler of DeepSpeed, such as `WarmupCosineLR`, or create torch's in the script and pass it to `initialize` as `lr_scheduler`.
-# The course's tests give such configurations to `de.check_config` and to DeepSpeed's engine; both must accept, or both refuse.
 # Call `de.check_config` with `optimizer=True` if you pass `initialize` an optimizer beside the configuration. [Claims, judged](../book/claims.md) has examples from tutorials.
 #
 # ### `"auto"` from Hugging Face
@@ -1026,17 +1023,7 @@ except ValueError as error:
 # - Memory does not fall from stage 2 to 3: most of the memory is activations, which ZeRO does not divide.
 # - `engine.train_batch_size()` (but see [the exception](#tensor-and-pipeline-parallelism-in-deepspeed)), `engine.zero_optimization_stage()` and `engine.gradient_clipping()` are the settings that the engine uses. Print them in the first line of every job's log.
 #
-# ```{admonition} On more GPUs
-# :class: note
-#
-# On more GPUs the equalities and the bytes are the same. The times differ, since DeepSpeed's ranks use gloo here.
-# With a second GPU you can measure nccl with `overlap_comm`, the share of stage 3's gathers that is hidden,
-# and offload with a host connection for each GPU. Run the lab again on these GPUs, with `--price`.
-# ```
-#
 # ## Exercises
-#
-# Each exercise has a check; the third runs DeepSpeed on two real ranks.
 #
 # ```{exercise-start} Accumulation (easy)
 # :label: ex-deepspeed-engine-accumulation

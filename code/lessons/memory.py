@@ -1365,11 +1365,11 @@ check(my_backward)
 # Return `(sequences, recompute)`: micro-batches of equal size, as large as possible, and `"none"` or `"full"`.
 # Recomputation costs arithmetic, so use it only if no size fits without it.
 # If nothing fits, return `None`.
-# How do the gradients of the earlier micro-batches change the peak?
+# Use `memory.estimate_step(config, Layout(micro_batch=…, microbatches=…, recompute=…))`: earlier micro-batches' gradients count, too.
 
 # %%
 def my_micro_batch(config, batch, limit):
-    pass  # your code; memory.estimate_step(config, Layout(micro_batch=…, …)) may help
+    pass  # your code
 
 
 check(my_micro_batch)

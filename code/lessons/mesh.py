@@ -486,8 +486,6 @@ show.table(rows, ["fault", "gradients that are wrong", "the worst of them"])
 
 # %% [markdown]
 # No fault raises an error.
-# The first fault makes the tied embedding's gradient wrong, and the twins then differ.
-# The second affects LayerNorms and late biases.
 # The third affects every gradient and is the hardest to find: it needs replicas with different numbers of sequences, which few tests have.
 #
 # ### Dropout: which ranks draw the same mask
@@ -574,7 +572,6 @@ show.table(rows, head)
 # %% [markdown]
 # With two nodes only the messages of the outermost axis leave a node.
 # The tensor axis is the worst choice, even for a model of two layers.
-# The pipeline axis sends half as much as the data axis.
 # Without sequence parallelism the pipeline axis would send more: all $t$ ranks of a tensor group would send the same activation to the next stage.
 #
 # ## The production library: FSDP2 over `parallelize_module`

@@ -1148,9 +1148,9 @@ head = ["cut", "layers", "step: predicted (ms)", "measured (ms)"]
 show.table(rows, [*head, "difference (%)", "bubble (%)"])
 
 # %% [markdown]
-# Memory is uneven, too: with 1F1B the first stage holds the most activations, and the last stage the logits.
-#
 # ### How to choose m and p
+#
+# **Stages.** Use as few stages as the model fits on: every further stage adds to the bubble.
 #
 # ![Above, the bubble for 2 to 32 stages and 1 to 128 micro-batches: from 97 % for 32 stages and one micro-batch to below 1 % for 2 stages and 128; it is at most 20 % with four times as many micro-batches as stages. Below, the first stage's peak activations, in units of one micro-batch's activations in all layers: GPipe's grow with the micro-batches, to 32 units for 4 stages and 128 micro-batches; 1F1B's stop at one unit, for 4 stages as for 16.](../figures/pipeline_choose.svg)
 #
@@ -1182,9 +1182,7 @@ for p in (2, 4, 8, 16):
     )
 
 # %% [markdown]
-# **Stages.** Use as few stages as the model fits on: every further stage adds to the bubble.
-#
-# **Micro-batches.** Use many: $m = B/(d \cdot b)$ with $d$ replicas of the pipeline and $b$ sequences in a micro-batch. Choose $b$ small, but large enough that matrix products keep a GPU busy.
+# **Micro-batches.** Use many: $m = B/(d \cdot b)$ with $d$ replicas of the pipeline and $b$ sequences in a micro-batch, as few as keep a GPU busy.
 # Large jobs have little choice. A batch of 1,024 sequences over 64 replicas leaves 16 sequences for each pipeline; with $b = 1$ and $p = 8$ the bubble is 7/23 = 30 %.
 #
 # **Schedule.** Start with 1F1B. If the bubble is too large and $m$ cannot grow, interleave, provided that hops are short compared with a chunk's forward; or split the backward.

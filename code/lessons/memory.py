@@ -383,7 +383,7 @@ found = memory.estimate_activations(
 # Norms keep two numbers for a token, attention one for each head: 0.3 % of the rest.
 assert abs(found / per_token - 1) < 0.01
 rows.append(("together", str(per_token)))
-show.table(rows, ["kept by one layer", "numbers, in units of b s h"])
+show.table(rows, ["kept by one layer", "numbers (b s h)"])
 
 # %% [markdown]
 # So a layer keeps about $17\,bsh$ numbers, of four bytes or of two.
@@ -534,6 +534,8 @@ show.table(rows, [*head, "step 2: held after it (MB)", "peak during it (MB)"])
 # | the first `step()` | the moments |
 # | the second step's forward or backward | moments and activations exist at the same time for the first time |
 # | step 1000 | longer sequences than before, tensors that are kept from step to step, or fragmentation |
+#
+# The bytes of each part in the second step are as predicted:
 
 # %% tags=["hide-input"]
 # Table: each part of the second step, predicted and measured
@@ -660,6 +662,7 @@ show.table(rows, head)
 # A layer's activations can be computed again from its input.
 # So forward keeps only the input of each layer, $bsh$ numbers instead of about $17\,bsh$.
 # When backward comes to a layer, it first runs that layer's forward once more.
+#
 # ![Activations of four layers over time, twice. Keep all: each layer's activations stay from its forward to its backward; at the end of forward those of all four exist. Recompute: each layer keeps only its input, and runs forward again right before its backward; only one layer's activations are complete at any time.](../figures/memory_recompute.svg)
 #
 # In PyTorch, recomputation is one call of `checkpoint` from `torch.utils.checkpoint` around each block:

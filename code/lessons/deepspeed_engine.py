@@ -899,6 +899,7 @@ except ValueError as error:
     print("check:", textwrap.fill(str(error), 78))
 
 # %% [markdown]
+# With this file clipping stays at 1.0.
 # `de.check_config` also refuses configurations with which no engine starts: stage 1 or 2 without an optimizer, no batch size at all, `tp_size` in place of `autotp_size`.
 # It does not check the names of optimizers and schedulers. With ZeRO or 16 bits DeepSpeed wraps the optimizer, and torch's schedulers do not accept the wrapper: so DeepSpeed refuses their names, such as `CosineAnnealingLR`. Name a scheduler of DeepSpeed, such as `WarmupCosineLR`, or create torch's in the script and pass it to `initialize` as `lr_scheduler`.
 # Call `de.check_config` with `optimizer=True` if you pass `initialize` an optimizer beside the configuration. [Claims, judged](../book/claims.md) has examples from tutorials.

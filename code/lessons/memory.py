@@ -852,7 +852,7 @@ print(f"{memory.count_parameters(as_mixtral) - qwen.num_params:,} parameters")
 # It has `transformers` build the model on the `meta` device, where tensors have shapes but take no bytes, and adds up the sizes.
 # Then it runs one layer of each kind on a meta tensor, and records the tensors that are kept for backward.
 # It downloads nothing, and runs no code that comes with a file.
-# It refuses a file that lacks a size, or has a size that the class does not read, because such a file describes another model.
+# It refuses a file that lacks a size, and a file with a size that the class does not read, which describes another model.
 #
 # The memory of a rank is then predicted as above.
 # The table is for 64 GPUs; each group of eight shards the [experts](experts.md).
@@ -948,7 +948,7 @@ show.table(rows, [*head, "shardlab.memory (GiB)"])
 # ## What goes wrong
 #
 # Each of these mistakes takes memory that no formula above contains.
-# The first cell has a training step and an evaluation that can make the mistakes, and returns the third step's peak.
+# The first cell has a training step and an evaluation that can make the mistakes; `measure_peak` returns the third step's peak.
 
 # %%
 model, optimizer, tokens, targets = make_job()

@@ -364,7 +364,7 @@ assert not report.is_equal
 #
 # A pull request to Megatron-LM {cite}`megatron5956` added a test that compares experts on two ranks with one process, and the test failed in CI.
 # The first analysis blamed the order in which NCCL adds, and proposed a looser tolerance. Then its author edited it: "Don't do that; the assertion is catching a real bug." Gradients of experts were too large by a factor.
-# A measured tolerance leaves no such choice: the smallest of the ten published mistakes below is off by 0.3 %, hundreds of times the tolerance.
+# A measured tolerance leaves nothing to loosen: the smallest of the ten published mistakes below is off by 0.3 %, hundreds of times the tolerance.
 # ````
 #
 # ## Rule 2: the values decide which part of a tensor a rank holds

@@ -408,7 +408,7 @@ LESSON_MISTAKES: dict[
         "all squares of all ranks": "mesh: norm counts replicated gradients twice",
         "twins are not summed": "pipeline: tied weight, gradient of one stage only",
         "norms are not summed": "sequence: gradients of norms not summed",
-        "copies weigh the same": "data: a mean of means over other counts",
+        "replicas weigh the same": "data: a mean of means over other counts",
         "A seed for each rank": MASKS,
     },
     "deepspeed_engine": {

@@ -246,9 +246,8 @@ async def _execute_cells(
             variables = build_environment(root, home)
             variables |= {"IPYTHONDIR": home, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
             # Two pages share the cores: an OpenMP thread that spins takes one from the other page.
-            variables |= {"OMP_WAIT_POLICY": "PASSIVE"} | (
-                {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
-            )
+            variables["OMP_WAIT_POLICY"] = "PASSIVE"
+            variables |= {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
             log = FileAuditLog(root, Path(home))
             try:
                 async with hold_lock():

@@ -199,10 +199,12 @@ def render_path_stops(app: Sphinx, docname: str) -> dict[str, str]:
     """
     followers: dict[str, dict[str, list[str]]] = {}  # place -> what is next -> paths
     for path, title, exercises, after in paths.list_exits(app.course.learning_paths, docname):
-        if not (place := nodes.make_id(title) if title else exercises[-1] if exercises else ""):
+        if not title and not exercises:
             continue
-        goals = [f"exercise{'s' * (len(exercises) > 1)} {index.join_words(exercises)}"]
-        goals *= bool(title and exercises)
+        place = nodes.make_id(title) if title else exercises[-1]
+        goals = []
+        if title and exercises:
+            goals.append(f"exercise{'s' * (len(exercises) > 1)} {index.join_words(exercises)}")
         if after:
             address = app.builder.get_relative_uri(docname, after[0].docname)
             address += f"#{nodes.make_id(after[1])}" * bool(after[1])

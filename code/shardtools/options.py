@@ -27,6 +27,11 @@ from shardlab.common.files import parse_path
 MAX_DEFAULT_SEQ = 8192  # tokens of a sequence without --seq, if the model takes more
 
 
+def format_seq(seq: int, longest: int) -> str:
+    """Return "8,192 tokens (of at most 40,960)", or "8,192 tokens" if the model takes no more."""
+    return f"{seq:,} tokens" + f" (of at most {longest:,})" * (seq < longest)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that reports an unknown option in one line, with the nearest known option."""
 

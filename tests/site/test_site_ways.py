@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import re
 
+from visiting import SCREENS
+
 from shardcourse.build import index
 from shardlab.common import show
 
 COURSE = index.read_index(show.ROOT)
-SCREENS = {"wide": {"width": 1440, "height": 900}, "phone": {"width": 390, "height": 844}}
 
 
 def test_what_it_is_and_the_ways_in_are_on_one_screen(visit):

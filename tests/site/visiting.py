@@ -6,6 +6,9 @@ from typing import Any
 
 from playwright.sync_api import Browser, ConsoleMessage, Request, Response
 
+# Viewports in which a lesson's head and first heading are on one screen.
+SCREENS = {"wide": {"width": 1440, "height": 900}, "phone": {"width": 390, "height": 844}}
+
 
 class Visit:
     """One tab in a browser profile of its own; `page` is Playwright's, `wrong` lists the errors.

@@ -119,11 +119,10 @@ def _count_memory(settings: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
     active = more.get("count", {}).get("active", model.num_params)
     some = f" ({active / 1e9:.4g} of them active)" if active < model.num_params else ""
     settings = {"precision": "bf16", "optimizer": "adamw"} | settings
-    longest = f" (of at most {model.seq:,})" * (seq < model.seq)
     title = (
         f"{name} of {model.num_params / 1e9:.4g} billion parameters{some}, "
         f"{settings['precision']}, {settings['optimizer']}, "
-        f"{layout.micro_batch} × {seq:,} tokens{longest} on each rank\n"
+        f"{layout.micro_batch} × {options.format_seq(seq, model.seq)} on each rank\n"
         f"{degrees}, ZeRO stage {layout.zero}"
     )
     if model.experts and layout.world_size > 1:

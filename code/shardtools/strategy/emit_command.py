@@ -89,12 +89,12 @@ def emit_files(args: dict[str, Any], plan: Plan) -> str:
         return "\n".join(lines)
     if not cluster:
         lines.append(f"Put your site's modules and environment into {folder}/{SITE_FILE}, then")
-    doctor = _doctor_line(target, args)
+    doctor = _format_doctor_line(target, args)
     lines += [f"  cd {quote(str(folder))}", f"  {doctor}", f"  sbatch {BATCH_FILE}"]
     return "\n".join(lines)
 
 
-def _doctor_line(target: Target, args: dict[str, Any]) -> str:
+def _format_doctor_line(target: Target, args: dict[str, Any]) -> str:
     """Return the command that checks the job's nodes, with the job's options for Slurm."""
     n = target.ranks_per_node
     line = f"srun --nodes={target.nodes} --ntasks-per-node={n} --gpus-per-node={n} "

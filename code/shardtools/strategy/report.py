@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from shardlab.layout.text import format_layout
+from shardtools.options import format_seq
 
 from .cost import SECONDS_PER_DAY, compute_floor
 from .offload import CPU_UPDATES_PER_SECOND, HOST_LINK_SHARE
@@ -99,11 +100,10 @@ def format_plan(name: str, plan: Plan, top: int, tokens: float | None = None) ->
     if max(map(len, align_columns(table))) > LINE_WIDTH:  # `--explain` has the longest wait, too
         table = [row[:-1] for row in table]
     best = plan.feasible[0]
-    longest = f" (of at most {plan.config.seq:,})" * (plan.seq < plan.config.seq)
     lines = [
         f"{name} of {plan.config.num_params / 1e9:.3g} billion parameters on {plan.gpus} "
         f"{plan.machine.name} ({plan.machine.gpus_per_node} to a node), {plan.batch} sequences "
-        f"of {plan.seq:,} tokens{longest} in a step; profile {plan.profile.name}: "
+        f"of {format_seq(plan.seq, plan.config.seq)} in a step; profile {plan.profile.name}: "
         f"{_describe_guesses(plan.rates)}",
         *["", *align_columns(table), ""],
         *[explain_first(plan), *describe_offload(plan, best)],

@@ -31,8 +31,10 @@ from .target import Target
 
 __all__ = ["ENGINES", "Limits", "emit", "render_job"]
 
-_MODULES = deepspeed, torchtitan, megatron, course, slurm
-_WRITERS: dict[str, ModuleType] = {each.__name__.split(".")[-1]: each for each in _MODULES}
+_WRITERS: dict[str, ModuleType] = {
+    "deepspeed": deepspeed, "torchtitan": torchtitan, "megatron": megatron, "course": course,
+    "slurm": slurm,
+}  # fmt: skip
 ENGINES = tuple(_WRITERS)
 
 

@@ -34,7 +34,7 @@ def make_deck(*sections: str, opening: str = "") -> list[deck.Slide]:
     body = "".join(f'<section id="s{n}">{one}</section>' for n, one in enumerate(sections))
     page = f"<section><h1>A lesson</h1>{opening}{body}</section>"
     parsed = BeautifulSoup(page, "html.parser")
-    return deck.make_slides(parsed, lambda name: [f"a mistake in {name}"])
+    return deck.make_slides(parsed, {"bytes": ["a mistake in bytes"]})
 
 
 def make_cell(lines: int, tags: str = "", out: str = "") -> str:

@@ -287,6 +287,11 @@ def test_the_build_takes_a_recording_as_long_as_it_holds_and_executes_else(book)
     assert "the answer is 42" in book.read_page()
     assert "Recorded on" not in book.read_page()
 
+    book.write("code/shardlab/second/__init__.py", "VALUE = 40")  # a package goes before a module
+    book.build_checked(RECORDED="0")
+    assert book.executed_lessons == ["small"]
+    assert "the answer is 40" in book.read_page()
+
 
 def test_failing_cell_fails_the_build_every_time(book):
     book.write("lessons/fine.md", (book.root / "lessons/small.md").read_text())

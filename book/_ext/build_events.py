@@ -62,6 +62,7 @@ def on_env_get_outdated(
     app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[str], removed: set[str]
 ) -> list[str]:
     """Return the pages to read again, after executing all lessons without outputs."""
+    slides.read_mistakes(app)
     return [
         *lesson_outputs.choose_outputs(app),
         *lesson_page.find_changed_pages(app),

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+from site_files import hash_files
 from sphinx.application import Sphinx
 from sphinx.errors import SphinxError
 from sphinx.util import logging
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 LESSONS_PREFIX = "lessons/"
 EXECUTIONS_PAGE = "book/execution"  # the page that lists how each page was executed
 FOLDED_TAG = "hide-input"  # tag of a cell whose code is folded
+_BUILT_FOLDERS = ("_build", "__pycache__")
 _SHOWING_CALL = re.compile(r"show\.(source|file)|(\w+\.)?show_\w+")
 
 
@@ -71,12 +73,15 @@ def choose_outputs(app: Sphinx) -> list[str]:
     now: dict[str, Any] = {}
     failures = []
     app.lesson_books = {}
-    names = set(build.list_pages(root))
+    pages = set(build.list_pages(root))
     found: dict[str, PageOutputs] = {}
     finder = build.DependencyFinder(root)  # executing a page changes no file
+    names = _list_source_names(root)
+    if getattr(env, "source_names", None) != names:
+        env.source_names, env.current_outputs = names, {}
     for docname in sorted(env.found_docs):
         name = docname.removeprefix(LESSONS_PREFIX)
-        if name not in names:
+        if name not in pages:
             continue
         if not build.has_cells(Path(env.doc2path(docname))):
             words = "has no notebook header: its first lines must say format_name: myst"
@@ -113,13 +118,39 @@ def _find_outputs(name: str, app: Sphinx, finder: build.DependencyFinder) -> Pag
         recording = build.load_recording(path)
         if recording is None:
             stale = ["it cannot be read"]
-        elif not (stale := build.list_outdated_reasons(recording, name, root, finder)):
+        elif not (stale := _list_outdated_reasons(recording, path, name, app, finder)):
             return PageOutputs(path, recording, "recorded", [])
     kept = Path(app.outdir).parent / "executed" / f"{name}.ipynb"
     book = build.load_recording(kept)
-    current = book is not None and not build.list_outdated_reasons(book, name, root, finder)
+    current = book is not None and not _list_outdated_reasons(book, kept, name, app, finder)
     book = book if current and _has_same_versions(book) else None
     return PageOutputs(kept, book, "executed", stale)
+
+
+def _list_source_names(root: Path) -> list[str]:
+    """Return the paths of all files in the folders of `root` that hold sources."""
+    found = []
+    for folder, inner, files in os.walk(root):
+        inner[:] = [name for name in inner if name[0] != "." and name not in _BUILT_FOLDERS]
+        found += [os.path.join(folder, name) for name in files]
+    return sorted(found)
+
+
+def _list_outdated_reasons(
+    book: nbformat.NotebookNode, path: Path, name: str, app: Sphinx, finder: build.DependencyFinder
+) -> list[str]:
+    """Return why the outputs `book`, in the file `path`, are outdated for the page `name`.
+
+    A key follows from the page, the names of all sources, and the content of those in the key:
+    where these are as they were when the outputs were last current, none is computed.
+    """
+    inputs = hash_files([key.get_source_path(name, finder.root), path])
+    files = build.get_metadata(book).get("files", {})
+    if app.env.current_outputs.get(name) == inputs and key.are_unchanged(files, finder.root):
+        return []
+    stale = build.list_outdated_reasons(book, name, finder.root, finder)
+    app.env.current_outputs[name] = "" if stale else inputs
+    return stale
 
 
 def _execute_missing(found: dict[str, PageOutputs], root: Path) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import deck
 from bs4 import BeautifulSoup
 from lesson_page import SLIDES_FOLDER, list_segments
+from site_files import hash_files
 from sphinx.application import Sphinx
 
 from shardcourse import exercises
@@ -45,9 +46,13 @@ PAGE = """\
 """
 
 
-def list_mistakes(exercise: str) -> list[str]:
-    """Return the well-known mistakes in an exercise, [] for an unknown exercise."""
-    return exercises.list_mistakes(exercise) if exercise in exercises.list_names() else []
+def read_mistakes(app: Sphinx) -> None:
+    """Read each exercise's well-known mistakes into the environment, if one has changed."""
+    sources = sorted(Path(app.srcdir, "code/shardcourse/exercises").glob("*.py"))
+    if getattr(app.env, "mistakes_of", None) != (now := hash_files(sources)):
+        names = exercises.list_names() if sources else []  # imports torch: takes seconds
+        app.env.mistakes = {name: exercises.list_mistakes(name) for name in names}
+        app.env.mistakes_of = now
 
 
 def mark_paths(slides: list[deck.Slide], read: list[tuple[str, paths.Segment]]) -> None:
@@ -73,7 +78,7 @@ def render_deck(slides: list[deck.Slide], lesson: str, up: str) -> str:
 
 def write_slides(app: Sphinx, docname: str, body: BeautifulSoup) -> None:
     """Write the deck of a lesson whose page is finished; `body` is consumed."""
-    slides = deck.make_slides(body, list_mistakes)
+    slides = deck.make_slides(body, app.env.mistakes)
     mark_paths(slides, list_segments(app, docname))
     path = Path(app.outdir, SLIDES_FOLDER, f"{docname.removeprefix('lessons/')}.html")
     path.parent.mkdir(exist_ok=True)

@@ -256,6 +256,14 @@ def _hash_dependencies(
     return dict(sorted((p.relative_to(finder.root).as_posix(), h) for p, h in hashes.items()))
 
 
+def are_unchanged(files: dict[str, str], root: Path) -> bool:
+    """Return True if all `files` of a key exist below `root`, with their hashes there."""
+    paths = {root.resolve() / path: seen for path, seen in files.items()}
+    return all(
+        p.is_file() and _hash_file(p, p.stat().st_mtime_ns) == seen for p, seen in paths.items()
+    )
+
+
 @lru_cache(maxsize=4096)
 def _hash_file(path: Path, mtime: int) -> str:
     return _hash_bytes(path.read_bytes().replace(b"\r\n", b"\n"))

@@ -13,9 +13,9 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -72,8 +72,13 @@ def make_anchor(heading: str) -> str:
 
 def split_sections(text: str) -> list[Section]:
     """Return the sections of a page in order, without exercises."""
+    return [Section(*one) for one in _keep(text, lambda: map(astuple, _split_sections(text)))]
+
+
+def _split_sections(text: str) -> list[Section]:
     found = [Section("", "", 1)]
-    shown = iter(count_shown_lines([p.text for p in list_lesson_parts(text) if p.kind == "code"]))
+    cells = [part.text for part in list_lesson_parts(text) if part.kind == "code"]
+    shown = iter(_keep(cells, lambda: _iter_shown_counts(cells)))
     for part in list_lesson_parts(text):
         if part.kind == "title":
             found.append(Section(make_anchor(part.text), part.text, 2, count_words(part.text)))
@@ -104,24 +109,26 @@ def hash_code() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
 
-def count_shown_lines(cells: list[str]) -> list[int]:
-    """Return the number of package lines that each cell shows; a line shown twice counts once.
-
-    To find the lines takes imports of seconds, so the numbers are kept beside the built site.
-    """
-    key = hashlib.sha256(repr((cells, hash_code())).encode()).hexdigest()
-    kept = ROOT / "_build/shown_lines" / key
+def _keep(inputs: Any, compute: Callable[[], Iterable]) -> list:
+    """Return the items of `compute()`; they are kept beside the built site, for equal inputs."""
+    key = hashlib.sha256(repr((inputs, hash_code())).encode()).hexdigest()
+    kept = ROOT / "_build/reading_times" / key
     with suppress(OSError, ValueError):
         return json.loads(kept.read_text())
-    names, seen, counts = collect_imports(cells), set(), []
-    for cell in cells:
-        new = set(iter_shown_lines(cell, names)) - seen
-        counts.append(len(new))
-        seen |= new
+    found = list(compute())
     with suppress(OSError):  # a folder that cannot be written
         kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps(counts))
-    return counts
+        kept.write_text(json.dumps(found))
+    return found
+
+
+def _iter_shown_counts(cells: list[str]) -> Iterator[int]:
+    """Yield the number of package lines that each cell shows; a line shown twice counts once."""
+    names, seen = collect_imports(cells), set()  # imports take seconds
+    for cell in cells:
+        new = set(iter_shown_lines(cell, names)) - seen
+        yield len(new)
+        seen |= new
 
 
 def collect_imports(cells: list[str]) -> dict[str, Any]:

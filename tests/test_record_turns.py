@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -74,6 +76,22 @@ def test_two_pages_go_beside_each_other_but_for_what_measures(book, no_leftovers
     for number, (begin, end, kind) in enumerate(spans):
         beside = [b for b in spans[:number] + spans[number + 1 :] if b[0] < end and begin < b[1]]
         assert kind != "measures" or not beside
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each kernel is a new interpreter")
+def test_kernels_of_many_pages_are_forks_of_one_process(book, no_leftovers):
+    looks = 'import os, sys\nopen("../figures/" + "boxes.svg").close()\n'
+    looks += 'print(os.getppid(), "torch" in sys.modules, os.getcwd())'
+    for name in ("one", "other", "small"):
+        book.write(f"lessons/{name}.md", make_page(looks))
+    book.write("lessons/dead.md", make_page("import os\nos._exit(3)"))
+    said = dict(run_all(book, "dead", "one", "other", "small"))
+    assert "its kernel died" in str(said.pop("dead"))
+    (text,) = {made.cells[0].outputs[0].text for made in said.values()}
+    assert re.fullmatch(rf"\d+ True {book.root}/lessons\n", text)
+    assert int(text.split()[0]) != os.getpid()
+    for made in said.values():
+        assert "figures/boxes.svg" in made.metadata["shardlab"]["opened"]
 
 
 def test_an_interrupted_build_leaves_no_kernel_and_no_folder(book, monkeypatch):

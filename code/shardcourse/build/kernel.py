@@ -10,10 +10,12 @@ import asyncio
 import json
 import os
 import re
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING
 from shardlab.common.show.timing import BUSY_TEXT, UNSEEN_PREFIX
 
 from . import facts
+from .kernel_server import KernelServer
 from .key import (
     DependencyFinder,
     FileAuditLog,
@@ -75,6 +78,23 @@ class ExecutionLock:
                 self._slots.release()
 
 
+@dataclass
+class _Shared:
+    """What pages share that are executed together."""
+
+    finder: DependencyFinder
+    cpu: bool  # hide GPUs
+    lock: ExecutionLock = field(default_factory=ExecutionLock)
+    server: KernelServer | None = None  # None: each kernel is a new interpreter
+
+    def make_variables(self, *first: str) -> dict[str, str]:
+        """Return a kernel's variables, with `first` first on its PYTHONPATH."""
+        variables = build_environment(self.finder.root, *first)
+        # Two pages share the cores: an OpenMP thread that spins takes one from the other page.
+        variables |= {"OMP_WAIT_POLICY": "PASSIVE", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+        return variables | ({"CUDA_VISIBLE_DEVICES": ""} if self.cpu else {})
+
+
 def execute_page(name: str, root: Path, cpu: bool = False) -> NotebookNode:
     """Run the cells of the page `name` (see `key`) of the course in `root`, in the page's folder.
 
@@ -83,7 +103,7 @@ def execute_page(name: str, root: Path, cpu: bool = False) -> NotebookNode:
 
     Raises LessonError, which names the page, the cell and its error.
     """
-    return asyncio.run(_execute_page(name, root.resolve(), cpu, ExecutionLock()))
+    return asyncio.run(_execute_page(name, _Shared(DependencyFinder(root), cpu)))
 
 
 def execute_pages(
@@ -98,17 +118,19 @@ def execute_pages(
 
     An interrupt also ends the kernels that were started.
     """
-    asyncio.run(_execute_pages(names, root.resolve(), done, cpu))
+    shared = _Shared(DependencyFinder(root), cpu)  # executing a page changes no file
+    forks = cpu and sys.platform == "linux" and len(names) > MAX_CONCURRENT_PAGES  # it pays
+    with KernelServer(shared.make_variables()) if forks else nullcontext() as shared.server:
+        asyncio.run(_execute_pages(names, done, shared))
 
 
-async def _execute_pages(names: list[str], root: Path, done: Callable, cpu: bool) -> None:
-    lock = ExecutionLock()
+async def _execute_pages(names: list[str], done: Callable, shared: _Shared) -> None:
     slots = asyncio.Semaphore(min(MAX_CONCURRENT_PAGES, facts.count_cores()))
 
     async def execute_one(name: str) -> None:
         async with slots:
             try:
-                outcome = await _execute_page(name, root, cpu, lock)
+                outcome = await _execute_page(name, shared)
             except LessonError as error:
                 outcome = error
             done(name, outcome)
@@ -123,22 +145,23 @@ async def _execute_pages(names: list[str], root: Path, done: Callable, cpu: bool
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _execute_page(name: str, root: Path, cpu: bool, lock: ExecutionLock) -> NotebookNode:
+async def _execute_page(name: str, shared: _Shared) -> NotebookNode:
     import nbformat
 
+    lock, finder, root = shared.lock, shared.finder, shared.finder.root
     async with lock.hold_lock(alone=False):  # reading takes a second of one core
         book = load_notebook(name, root)
-        key = compute_key(name, root, book)
+        key = compute_key(name, root, book, finder)
     cells = [_copy_without_outputs(cell) for cell in code_cells(book)]
     for place, cell in enumerate(cells):
         cell["id"] = f"cell-{place}"  # the default is random
     lesson = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": KERNELSPEC})
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    metadata, seconds, again, opened = await _execute_cells(name, lesson, root, cpu, lock)
+    metadata, seconds, again, opened = await _execute_cells(name, lesson, shared)
     opened = [path for path in opened if path not in key.files]
     # A file that changed during execution counts with its old hash: the outputs are from then.
     async with lock.hold_lock(alone=False):
-        key = Key(key.cells, compute_key(name, root, book, opened=opened).files | key.files)
+        key = Key(key.cells, compute_key(name, root, book, finder, opened).files | key.files)
     lesson.metadata["shardlab"] = {
         "topic": name,
         "key": key.digest,
@@ -189,7 +212,7 @@ def build_environment(root: Path, *first: str) -> dict[str, str]:
 
 
 async def _execute_cells(
-    name: str, lesson: NotebookNode, root: Path, cpu: bool, lock: ExecutionLock
+    name: str, lesson: NotebookNode, shared: _Shared
 ) -> tuple[dict, float, list[int], list[str]]:
     """Execute the cells of `lesson` in a new kernel and fill in their outputs.
 
@@ -206,7 +229,7 @@ async def _execute_cells(
     async def hold_lock(alone: bool = False) -> AsyncIterator[None]:
         nonlocal begin
         requested = time.monotonic()
-        async with lock.hold_lock(alone):
+        async with shared.lock.hold_lock(alone):
             begin += time.monotonic() - requested
             yield
 
@@ -222,6 +245,7 @@ async def _execute_cells(
             what = f"{MAX_ATTEMPTS} times: {line}"
             raise LessonError(_format_cell_error(shown, number, cells, what))
 
+    root = shared.finder.root
     path = get_source_path(name, root)
     shown = path.relative_to(root).as_posix()
     question = nbformat.v4.new_code_cell(
@@ -242,12 +266,10 @@ async def _execute_cells(
                 connection_file=f"{home}/kernel.json",
             )
             client = NotebookClient(lesson, km=manager, **options)
+            if shared.server:
+                manager.provisioner = shared.server.make_provisioner(manager)
             # Ignore the user's start-up files and history.
-            variables = build_environment(root, home)
-            variables |= {"IPYTHONDIR": home, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
-            # Two pages share the cores: an OpenMP thread that spins takes one from the other page.
-            variables["OMP_WAIT_POLICY"] = "PASSIVE"
-            variables |= {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
+            variables = shared.make_variables(home) | {"IPYTHONDIR": home}
             log = FileAuditLog(root, Path(home))
             try:
                 async with hold_lock():

@@ -17,7 +17,7 @@ from commands import is_dead
 from throwaway import HEADER, Book
 
 from shardcourse import build
-from shardcourse.build import facts, kernel
+from shardcourse.build import facts, kernel, kernel_server
 
 # --- Pages ------------------------------------------------------------------------------------
 
@@ -79,9 +79,10 @@ def test_two_pages_go_beside_each_other_but_for_what_measures(book, no_leftovers
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each kernel is a new interpreter")
-def test_kernels_of_many_pages_are_forks_of_one_process(book, no_leftovers):
+def test_kernels_of_many_pages_are_forks_of_one_process(book, monkeypatch, no_leftovers):
+    monkeypatch.setattr(kernel_server, "PRELOADED", ("ipykernel.kernelapp", "this"))
     looks = 'import os, sys\nopen("../figures/" + "boxes.svg").close()\n'
-    looks += 'print(os.getppid(), "torch" in sys.modules, os.getcwd())'
+    looks += 'print(os.getppid(), "this" in sys.modules, os.getcwd())'
     for name in ("one", "other", "small"):
         book.write(f"lessons/{name}.md", make_page(looks))
     book.write("lessons/dead.md", make_page("import os\nos._exit(3)"))

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class KernelServer:
         # A kernel sets this variable, too late for a matplotlib that is imported already.
         backend = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
         self.process = subprocess.Popen(
-            [sys.executable, __file__],  # as a module it would import the course
+            [sys.executable, __file__, *PRELOADED],  # as a module it would import the course
             env={**backend, **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -109,8 +110,9 @@ def run_kernel(argv: list[str], folder: str, environment: dict[str, str]) -> Non
 def main() -> None:
     """Fork a kernel for each line on stdin."""
     del sys.path[0]  # this file's folder
-    for name in PRELOADED:
-        importlib.import_module(name)
+    with redirect_stdout(sys.stderr):
+        for name in sys.argv[1:]:
+            importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
     for line in sys.stdin:
         with warnings.catch_warnings():

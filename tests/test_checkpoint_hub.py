@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import pickle
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -215,10 +216,12 @@ def test_no_rank_ever_has_the_whole_in_its_memory(tmp_path):
     model = of_transformers(config, "llama")
     model.save_pretrained(tmp_path / "big", max_shard_size="4MB")
     size, most = (of(p.nbytes for p in model.parameters()) for of in (sum, max))
+    # What rank 0 tells: gloo may still hold each rank's own message and the four that it received.
+    told = 5 * len(pickle.dumps((hub_files._match_tensors(tmp_path / "big", config), None)))
     for rank in ranks.run(load_and_save_on_rank, 4, tmp_path, config, device="cpu", timeout=120):
         (load, load_all), (save, save_all) = rank
         # A tensor, of which a slice is read; a file, and the memory for its next tensor.
-        assert load <= most + 10**5 and save <= 4_000_000 + most + 10**5, (load, save)
+        assert load <= most + told and save <= 4_000_000 + most + told, (load, save, told)
         assert load_all < size / 4 and save_all < size / 4, (size, load_all, save_all)
     assert are_equal(read_tensors(tmp_path / "big"), read_tensors(tmp_path / "out"))
 

@@ -7,9 +7,10 @@ A page's HTML is parsed once, in `on_page_context`: all additions change one tre
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,15 @@ import repository
 import search
 import site_files
 import slides
-from bs4 import BeautifulSoup, Tag
+from bs4 import BeautifulSoup, NavigableString, Tag
 from bs4.dammit import EntitySubstitution
 from bs4.formatter import HTMLFormatter
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.config import Config
 from sphinx.environment import BuildEnvironment
+
+_CODE = re.compile(r"<pre>((?:[^<]++|</?span\b)*+)</pre>")
 
 
 class SourceOrderFormatter(HTMLFormatter):
@@ -93,7 +96,7 @@ def on_page_context(
     add_description(app, pagename, context, doctree)
     if doctree is None or "body" not in context:
         return
-    body = BeautifulSoup(context["body"], "html.parser")
+    body = parse_body(context["body"])
     lesson_page.add_page_notes(app, pagename, body, context)
     lesson_page.fill_table(app, pagename, body)
     lesson_page.skip_extra_pages(app, pagename, context)
@@ -113,6 +116,26 @@ def on_page_context(
         repository.add_launchers(app, pagename, context)
         lesson_page.write_downloads(app, pagename)
         slides.write_slides(app, pagename, body)
+
+
+def parse_body(html: str) -> BeautifulSoup:
+    """Return a page's body as a tree in which the code that Pygments has marked up is one string.
+
+    Four of five elements of the course's pages are Pygments' spans, and no addition needs them.
+    """
+    marked_up: list[str] = []
+
+    def take_out(found: re.Match) -> str:
+        marked_up.append(found[1])
+        return f'<pre data-number="{len(marked_up) - 1}"></pre>'
+
+    body = BeautifulSoup(_CODE.sub(take_out, html), "html.parser")
+    for pre in body.find_all("pre", attrs={"data-number": True}):
+        code = marked_up[int(pre.attrs.pop("data-number"))]
+        text = NavigableString(unescape(re.sub(r"<[^>]+>", "", code)))
+        text.output_ready = lambda *_, code=code: code
+        pre.append(text)
+    return body
 
 
 def add_description(app: Sphinx, pagename: str, context: dict[str, Any], doctree: Any) -> None:

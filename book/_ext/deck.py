@@ -367,16 +367,15 @@ def fit_code_font(lines: list[str], high: float) -> int:
 
 def render_code(block: Block, high: float) -> str:
     """Return code, and in the next step the text that it printed, if both fit."""
-    pre = copy.copy(block.tag)
-    lines, out = pre.get_text().strip("\n").splitlines(), block.out.strip("\n")
+    lines, out = block.tag.get_text().strip("\n").splitlines(), block.out.strip("\n")
     both = fit_code_font([*lines, *strip_tags(out).splitlines()], high) if out else 0
     size = both or fit_code_font(lines, high)
     if not size:
         return ""
-    pre.attrs = {"style": f"font-size:{size}px"}
-    later = 'data-fragment-index="0"'
-    result = f'<pre class="out fragment" {later} style="font-size:{size}px">{out}</pre>'
-    return f'<div class="highlight">{pre}</div>{result if both else ""}'
+    font, later = f'style="font-size:{size}px"', 'data-fragment-index="0"'
+    code = f"<pre {font}>{block.tag.decode_contents()}</pre>"
+    result = f'<pre class="out fragment" {later} {font}>{out}</pre>'
+    return f'<div class="highlight">{code}</div>{result if both else ""}'
 
 
 def render_claim(block: Block, high: float) -> str:

@@ -80,7 +80,7 @@ class ExecutionLock:
 
 @dataclass
 class _Shared:
-    """What pages share that are executed together."""
+    """State that pages share which are executed together."""
 
     finder: DependencyFinder
     cpu: bool  # hide GPUs

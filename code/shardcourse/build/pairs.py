@@ -1,5 +1,4 @@
-"""Write the generated files: scripts from lessons, code/train.py from the package's own copy, which
-lessons import, and the files that are made from book/topics.yml.
+"""Write the generated files: scripts from lessons, and those that are made from book/topics.yml.
 
     python -m shardlab pairs            # write the files that are out of date
     python -m shardlab pairs --check    # only list them; exit status 1 if there are any
@@ -22,7 +21,6 @@ from .key import load_notebook
 from .notebook_export import format_install
 
 SCRIPTS_FOLDER = Path("code/lessons")
-TAKE_HOME, TAKEN = Path("code/shardlab/train/take_home.py"), Path("code/train.py")
 _NEEDS = """\
 *As a script: `python {topic}.py` runs it, without Jupyter or a GPU, where the course's package is \
 installed: `{install}`.*"""
@@ -56,8 +54,6 @@ def find_outdated(root: Path) -> dict[Path, str | None]:
     for topic in list_lessons(root):
         wanted[root / SCRIPTS_FOLDER / f"{topic}.py"] = make_script(topic, root)
     wanted |= index.generate_files(root)
-    if (root / TAKE_HOME).is_file():
-        wanted[root / TAKEN] = (root / TAKE_HOME).read_text("utf-8")
     return {
         path: text
         for path, text in wanted.items()

@@ -7,9 +7,11 @@ A page's HTML is parsed once, in `on_page_context`: all additions change one tre
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from html import escape, unescape
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,9 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.config import Config
 from sphinx.environment import BuildEnvironment
+from sphinx.errors import ExtensionError
+
+from shardcourse.build import facts
 
 _CODE = re.compile(r"<pre>((?:[^<]++|</?span\b)*+)</pre>")
 
@@ -114,8 +119,32 @@ def on_page_context(
     context["body"] = body.decode(formatter=formatter)
     if pagename in app.env.lesson_outputs and app.builder.name == "html":
         repository.add_launchers(app, pagename, context)
-        lesson_page.write_downloads(app, pagename)
-        slides.write_slides(app, pagename, body)
+        write_beside(app, partial(write_lesson_files, app, pagename, body))
+
+
+def write_lesson_files(app: Sphinx, pagename: str, body: BeautifulSoup) -> None:
+    """Write a lesson's downloads, and its slides, which consume `body`."""
+    lesson_page.write_downloads(app, pagename)
+    slides.write_slides(app, pagename, body)
+
+
+def write_beside(app: Sphinx, write: Callable[[], None]) -> None:
+    """Call `write`, which only writes files, in a fork, while this process goes on."""
+    finish_writing(app)
+    if sys.platform == "linux" and facts.count_cores() > 1:
+        app.writer = multiprocessing.get_context("fork").Process(target=write)
+        app.writer.start()
+    else:
+        write()
+
+
+def finish_writing(app: Sphinx) -> None:
+    """Wait for the end of `write_beside`; raise ExtensionError if it failed."""
+    if writer := getattr(app, "writer", None):
+        app.writer = None
+        writer.join()
+        if writer.exitcode:
+            raise ExtensionError("a lesson's downloads or slides could not be written: see above")
 
 
 def parse_body(html: str) -> BeautifulSoup:
@@ -170,6 +199,7 @@ def on_collect_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 def on_build_finished(app: Sphinx, exception: Exception | None) -> None:
     """Write the further files of a site after a successful build."""
+    finish_writing(app)
     if exception is None and app.builder.format == "html":
         site_files.copy_libraries(app)
     if exception is None and app.builder.name == "html":

@@ -8,13 +8,10 @@ BUILT holds a hash of the sources of the last build that ended well: equal ones 
 import hashlib
 import os
 import re
-import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
-FIRST = "lessons/model_parallelism"
 BUILT, SITE = Path("_build/.built"), Path("_build/html/index.html")
 FOLDERS = ("benchmarks", "book", "code", "figures", "lessons", "tests")
 VARIABLES = ("RECORDED", "BOOK_REPOSITORY", "BOOK_BRANCH")  # a site depends on these, too
@@ -28,23 +25,6 @@ def hash_sources() -> str:
         if path.is_file() and "__pycache__" not in path.parts:
             found.update(f"{path} {path.stat().st_size} ".encode() + path.read_bytes())
     return found.hexdigest()
-
-
-def build_first_lesson() -> None:
-    """Build a small site around the first lesson, to be read while the others are executed."""
-    toc = Path("_build/first.yml")
-    pages = "".join(f"- file: {name}\n" for name in (FIRST, "book/glossary", "book/references"))
-    toc.parent.mkdir(exist_ok=True)
-    toc.write_text(f"format: jb-book\nroot: book/index\nchapters:\n{pages}", "utf-8")
-    program = "from jupyter_book.cli.main import main; main()"
-    command = [sys.executable, "-c", program, "build", "--toc", str(toc), "."]
-    # Links to the other pages are missing yet; an error comes again in the build of the whole site.
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    shutil.rmtree("_build/.doctrees", ignore_errors=True)
-    if not done.returncode:
-        print(
-            f"The first lesson is there: _build/html/{FIRST}.html. The others follow.", flush=True
-        )
 
 
 def on_interrupt(number: int, frame: object) -> None:
@@ -75,9 +55,6 @@ def build_site() -> None:
         print("Nothing has changed since the last build.")
         return
     BUILT.unlink(missing_ok=True)
-    has_outputs = any(Path(name).exists() for name in ("_build/executed", "book/recorded"))
-    if Path(f"{FIRST}.md").exists() and not has_outputs:
-        build_first_lesson()
     run_jupyter_book("html", "-W", "-n", "--keep-going")
     BUILT.write_text(sources)
 

@@ -24,7 +24,10 @@ import ast
 import hashlib
 import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +47,7 @@ from shardcourse.build import facts, key
 logger = logging.getLogger(__name__)
 
 LESSONS_PREFIX = "lessons/"
+FIRST, FIRST_LINKS = "model_parallelism", ("book/glossary", "book/references")
 EXECUTIONS_PAGE = "book/execution"  # the page that lists how each page was executed
 FOLDED_TAG = "hide-input"  # tag of a cell whose code is folded
 _BUILT_FOLDERS = ("_build", "__pycache__")
@@ -88,7 +92,7 @@ def choose_outputs(app: Sphinx) -> list[str]:
             failures.append(f"{docname}.md {words}")
             continue
         found[docname] = _find_outputs(name, app, finder)
-    failures += _execute_missing({d.removeprefix(LESSONS_PREFIX): found[d] for d in found}, root)
+    failures += _execute_missing({d.removeprefix(LESSONS_PREFIX): found[d] for d in found}, app)
     if failures:
         raise LessonFailed("\n\n".join(failures))
     for docname, page in found.items():
@@ -153,9 +157,23 @@ def _list_outdated_reasons(
     return stale
 
 
-def _execute_missing(found: dict[str, PageOutputs], root: Path) -> list[str]:
-    failures: dict[str, str] = {}
-    ended = count(1)
+def _build_first_lesson(root: Path) -> None:
+    """Build a small site around the first lesson, to be read while the others are executed."""
+    toc = root / "_build/first.yml"
+    pages = (f"- file: {name}\n" for name in (f"{LESSONS_PREFIX}{FIRST}", *FIRST_LINKS))
+    toc.write_text(f"format: jb-book\nroot: book/index\nchapters:\n{''.join(pages)}", "utf-8")
+    program = "from jupyter_book.cli.main import main; main()"
+    command = [sys.executable, "-c", program, "build", "--toc", str(toc), "."]
+    # Links to the other pages are missing yet; an error comes again in the build of the whole site.
+    done = subprocess.run(command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    shutil.rmtree(root / "_build/.doctrees", ignore_errors=True)
+    if not done.returncode:
+        page = f"_build/html/{LESSONS_PREFIX}{FIRST}.html"
+        logger.info("The first lesson is there: %s. The others follow.", page)
+
+
+def _execute_missing(found: dict[str, PageOutputs], app: Sphinx) -> list[str]:
+    root, failures, ended = Path(app.srcdir), {}, count(1)
 
     def save_outcome(name: str, book: nbformat.NotebookNode | build.LessonError) -> None:
         begin = f"executed {next(ended)} of {len(todo)}: {name}"
@@ -173,10 +191,16 @@ def _execute_missing(found: dict[str, PageOutputs], root: Path) -> list[str]:
         twice = "".join(f"; code cell {number} measured again" for number in made["again"])
         why = f"; {shorten_reasons(found[name].stale)}" if found[name].stale else ""
         logger.info("%s, %.0f s%s%s", begin, made["seconds"], twice, why)
+        if name in first:
+            first.remove(name)
+            if not first and others and not Path(app.outdir, "index.html").exists():
+                _build_first_lesson(root)
 
     todo = [name for name in found if found[name].book is None]
+    first = [name for name in (FIRST, "book/index") if name in todo]
+    others = len(todo) > len(first)
     # The longest pages go first, so that none of them runs alone at the end.
-    todo.sort(key=lambda name: -key.get_source_path(name, root).stat().st_size)
+    todo.sort(key=lambda name: (name not in first, -key.get_source_path(name, root).stat().st_size))
     if todo:
         logger.info("\nexecuting %s of %s pages", len(todo), len(found))
         with _defer_interrupts():

@@ -114,7 +114,8 @@ def execute_pages(
 ) -> None:
     """Execute the pages `names`, MAX_CONCURRENT_PAGES at a time: one if there is one core.
 
-    done: called with a page's name and its notebook (see `execute_page`) or its error at its end.
+    done: called in a thread, beside no measuring cell, with a page's name and its notebook (see
+    `execute_page`) or its error at its end.
 
     An interrupt also ends the kernels that were started.
     """
@@ -133,7 +134,8 @@ async def _execute_pages(names: list[str], done: Callable, shared: _Shared) -> N
                 outcome = await _execute_page(name, shared)
             except LessonError as error:
                 outcome = error
-            done(name, outcome)
+            async with shared.lock.hold_lock(alone=False):
+                await asyncio.to_thread(done, name, outcome)
 
     tasks = [asyncio.create_task(execute_one(name)) for name in names]
     try:

@@ -100,8 +100,7 @@ def list_limits(way, dtype):
     model, clip = CLIPPED[way](dist.group.WORLD, dtype)
     mine = [p.grad for p in model.parameters() if p.grad is not None]
     before = [gradient.clone() for gradient in mine]
-    # Paths of 50 products, each rounded to 2^-8: sqrt(50) 2^-8. float32: 2 sqrt(50 * 32) 2^-24.
-    exact = 2.8e-2 if dtype == torch.bfloat16 else 5e-6
+    exact = 2.8e-2 if dtype == torch.bfloat16 else 5e-6  # sqrt(50) 2^-8; 2 sqrt(50 * 32) 2^-24
     like_torch, refused = [], []
     for limit in (0.1, 0, math.inf, -0.1, math.nan):
         torch._foreach_copy_(mine, before)

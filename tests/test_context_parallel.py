@@ -80,8 +80,7 @@ def test_two_blocks_merged_are_attention_over_both(seed, queries, left, right):
     second = cp.block_attention(q, k[:, :, left:], v[:, :, left:])
     merged = cp.merge_attention(*first, *second)
     whole = cp.block_attention(q, k, v)
-    # Exponents, sums of 4 terms in two orders, are off by so much, and weights by that part.
-    off = 2 * 4 * 2**-24 * (q.abs() @ k.abs().mT).max().item() / 2
+    off = 2 * 4 * 2**-24 * (q.abs() @ k.abs().mT).max().item() / 2  # exponents: two orders of 4
     for got, expected in zip(merged, whole, strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=2 * off * v.abs().max().item())
 
@@ -100,8 +99,7 @@ def test_the_plain_kernel_equals_the_fused_one(monkeypatch, causal):
     fused = run_both()
     monkeypatch.setattr(kernel, "_choose_kernel", lambda q: "plain")
     for got, expected in zip(run_both(), fused, strict=True):
-        # Paths of 8 + 6 + 8 + 8 terms in two orders: 2 * 30 * 2^-53 of numbers of up to 100.
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)  # 2 * 30 * 2^-53 of 100
 
 
 # Equal to one process

@@ -160,8 +160,8 @@ def test_as_many_ranks_go_on_bit_for_bit_dropout_and_schedule_included(tmp_path)
             assert are_equal(at_save, loaded)
             if ranks.choose_backend(2)[1] == "cpu":
                 assert losses == more and are_equal(end, new_end)
-            # A GPU's order varies: 4 sqrt(8 x 32 tokens) roundings of 2^-24 of losses of 5.5.
-            assert max(abs(a - b) for a, b in zip(losses, more, strict=True)) < 2.1e-5
+            # A GPU's order varies: 4 sqrt(8 x 32 tokens) 2^-24 of 5.5, and a turned step's 2e-5.
+            assert max(abs(a - b) for a, b in zip(losses, more, strict=True)) < 4.1e-5
 
 
 def test_four_ranks_save_and_any_number_in_any_kind_of_model_goes_on(tmp_path):

@@ -30,9 +30,9 @@ pytestmark = pytest.mark.skipif(not find_spec("deepspeed"), reason="needs DeepSp
 SHAPE = replace(PRESETS["nano"], seq=32)
 MICRO, STEPS = 2, 4
 SAVED = 2  # steps before a checkpoint
-# 4 sqrt(256 tokens) roundings of 2^-24 of a loss of 5.5: see test_train. Each step of AdamW moves a
-# weight by up to 1e-3, in a direction that rounding may decide. Wrong gradients change losses.
-LOSS, WEIGHT = 2.1e-5, 2 * STEPS * 1e-3
+# 4 sqrt(256 tokens) roundings of 2^-24 of a loss of 5.5, and a turned step: see test_train. AdamW
+# moves a weight by up to 1e-3, and rounding may decide which way. Wrong gradients change losses.
+LOSS, WEIGHT = 4.1e-5, 2 * STEPS * 1e-3
 PLAIN_LINEAR = {"zero_optimization": {"memory_efficient_linear": False}}
 
 
@@ -481,9 +481,9 @@ def test_every_mode_computes_what_one_process_does(mode: str, precision: str) ->
     one, found = (lab.run(w, size, TASK, device="cpu", precision=precision) for w in ("one", mode))
     if precision == "fp32":  # bfloat16: greedy tokens differ where two logits are nearly equal
         assert torch.equal(found[0].outcome, one[0].outcome)
-    # Losses of 8: 4 sqrt(32 tokens) roundings of 2^-24, or two of bfloat16's 2^-8.
+    # Losses of 8: 4 sqrt(32 tokens) 2^-24 and a turned step, or two roundings of 2^-8.
     gap = (found[1].outcome - one[1].outcome).abs().max().item()
-    assert gap < (1.1e-5 if precision == "fp32" else 0.065)
+    assert gap < (3.1e-5 if precision == "fp32" else 0.065)
     whole = 12_593_024  # bytes of TINY in float32
     assert one[0].build_peak >= whole and (found[0].build_peak < 0.8 * whole) == (
         mode in ("zero3", "offload")

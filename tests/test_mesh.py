@@ -241,8 +241,8 @@ def test_the_command_trains_counts_and_compares(capsys):
     for one in found["ranks"]:
         assert one["held"] == one["held_predicted"] and one["sent"] == one["sent_predicted"]
     losses, gradients, weights = found["differences"].values()
-    # 4 sqrt(8 x 16 tokens) 2^-24 of 5.5; three steps of AdamW, either way
-    assert max(losses, gradients) < 1.5e-5 and weights < 2 * 3 * 1e-3
+    # 4 sqrt(8 x 16 tokens) 2^-24 of 5.5, and a turned step: see test_train
+    assert max(losses, gradients) < 3.5e-5 and weights < 2 * 3 * 1e-3
 
 
 def test_a_budget_counts_the_peak(capsys):

@@ -33,9 +33,9 @@ from shardlab.train.take_home import JobError, Options, Training, list_checkpoin
 # 143 windows of each part: 8 steps an epoch, and a ninth for a sampler that fills up on 2, 4, 8 or
 # 16 ranks. Two epochs begin.
 SMALL = {"steps": 10, "every": 5, "limit": 64 * 143 + 1}
-# Two orders of 1,024 tokens: 2 sqrt(1024) roundings of a loss of 5.5, and once more of what steps
-# take off it. Rounding may turn a gradient near 0: two runs, ten of AdamW's steps of 1e-3 each.
-LOSS, WEIGHT = 4 * 1024**0.5 * 2**-24 * 5.5, 2 * 10 * 1e-3
+# Two orders of 1,024 tokens: 2 sqrt(1024) roundings of a loss of 5.5, and of what steps take off.
+# Rounding may turn AdamW's step, of 1e-3, of a weight, whose next gradients are some 0.01.
+LOSS, WEIGHT = 4 * 1024**0.5 * 2**-24 * 5.5 + 2 * 1e-3 * 0.01, 2 * 10 * 1e-3
 
 
 def load_weights(folder: Path) -> dict[str, torch.Tensor]:

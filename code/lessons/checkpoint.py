@@ -505,8 +505,9 @@ after_stop = {
 rows = []
 for (size, dtype), losses in after_stop.items():
     gap = max(abs(a - b) for a, b in zip(without_stop[dtype], losses, strict=True))
-    # The same ranks do the same sums. Else 4 sqrt(512) 2^-24, 4 * 512 * 2^-53 of 5.5.
-    near = 3e-5 if dtype == torch.float32 else 1.3e-12
+    # The same ranks do the same sums. Else 4 sqrt(512) 2^-24, 4 * 512 * 2^-53 of 5.5,
+    # and in float32 2 * 1e-3 * 0.01 of a weight that rounding turns.
+    near = 5e-5 if dtype == torch.float32 else 1.3e-12
     assert gap == 0 if size == 4 else gap < near
     shown = ", ".join(f"{value:.4f}" for value in losses)
     rows.append(

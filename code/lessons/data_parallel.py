@@ -408,8 +408,8 @@ for sizes in ([4], [4, 4], [4, 4, 4, 4], [4, 4, 4, 1]):
     for dtype in (torch.float32, torch.float64):
         found = ranks.run(compare_models, len(sizes), dtype, sizes)[0]
         # Paths of n = 2,688 terms, as above, of up to 1, and weights that differ:
-        # 4 sqrt(n) roundings of 2^-24, or 4 n of 2^-53.
-        assert max(found[:3]) < (1.3e-5 if dtype == torch.float32 else 1.2e-12), found
+        # 4 sqrt(n) 2^-24 and 2 * 1e-3 * 0.01 of a turned weight, or 4 n 2^-53.
+        assert max(found[:3]) < (3.3e-5 if dtype == torch.float32 else 1.2e-12), found
         # Where a gradient is nearly 0, rounding decides which way a weight moves, by
         # 1e-3 in each of five steps; in float64 by lr / eps times 2 sqrt(n) 2^-53.
         assert found[3] < (1e-2 if dtype == torch.float32 else 6e-9), found

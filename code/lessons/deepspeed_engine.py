@@ -103,7 +103,7 @@ def format_gap(gap):
 
 
 LOSSES, WEIGHTS = one_process()
-NEAR = 2.1e-5  # 4 sqrt(256 tokens) roundings of 2^-24 of losses of 5.5
+NEAR = 4.1e-5  # 4 sqrt(256 tokens) 2^-24 of 5.5; a turned weight: 2 * 1e-3 * 0.01
 
 
 # %% [markdown]
@@ -754,8 +754,8 @@ for way, (inference, training) in ways.items():
     gap = (training.outcome - losses).abs().max().item()
     same = torch.equal(inference.outcome, tokens)
     # Greedy tokens are integers: equal, as no two logits here are within rounding of
-    # each other. Losses: 4 sqrt(256 tokens) roundings of 8.
-    assert same and gap < 3.1e-5, (way, gap)
+    # each other. Losses: 4 sqrt(256 tokens) 2^-24 of 8, and a turned weight.
+    assert same and gap < 5.1e-5, (way, gap)
     agree = f"{tokens.numel()} of {tokens.numel()}"
     rows.append((breakdown.MODES[way], agree, format_gap(gap)))
 show.table(rows, ["way", "generated tokens that agree", "losses differ by"])
@@ -775,7 +775,7 @@ print("failed:", failed, "went on:", sorted({report.mode for report in found}))
 # Compares four ranks with one process, and checks which run the memory limit ended
 
 apart_by = (mixed[1].outcome - losses).abs().max().item()
-assert torch.equal(mixed[0].outcome, tokens) and apart_by < 3.1e-5  # as above
+assert torch.equal(mixed[0].outcome, tokens) and apart_by < 5.1e-5  # as above
 assert failed == {"data": "out of memory"} and {r.mode for r in found} == {"zero3"}
 print(
     f"tensor × ZeRO-1 on 4 ranks: the same tokens, losses {format_gap(apart_by)} apart"

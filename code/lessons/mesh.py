@@ -367,8 +367,9 @@ rows = []
 for name, found in results.items():
     gaps = compare_runs(found[0], want)
     # 4 sqrt(128 tokens) 2^-24 of 5.5; 4 sqrt(26 * 32 + 128 terms) 2^-24 of 0.5; AdamW's
-    # five steps of up to 1e-3, either way.
-    assert all(x < y for x, y in zip(gaps.values(), (1.5e-5, 4e-6, 1e-2), strict=True))
+    # five steps of 1e-3, either way, which change losses and gradients by 2e-5.
+    assert gaps["losses"] < 3.5e-5 and gaps["gradients"] < 2.4e-5
+    assert gaps["weights"] < 1e-2
     rows.append([name, SHAPES[name].world_size, *map(format_gap, gaps.values())])
 head = ["data × pipeline × tensor", "ranks", "losses", "last gradients", "weights"]
 show.table(rows, head)

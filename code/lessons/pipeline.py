@@ -826,8 +826,8 @@ def compare_with_reference(name, shape, dtype, reference):
         for step in range(5):
             optimizer.zero_grad()
             value = mine.step(*make_batch(6, step, shape.seq))
-            # 4 sqrt(96 tokens) roundings of 2^-24 of 5.5
-            assert value is None or abs(value.item() - losses[step]) < 1.3e-5
+            # 4 sqrt(96 tokens) 2^-24 of 5.5; a turned weight: 2 * 1e-3 * 0.01
+            assert value is None or abs(value.item() - losses[step]) < 3.3e-5
             optimizer.step()
         apart = [0.0, 0.0]
         for own, p in mine.named_parameters():  # those of this rank's layers
@@ -878,13 +878,13 @@ for case, tied, at_once in (
     ("tied weights", True, False),
     ("the batch at once", False, True),
 ):
-    for dtype, room in ((torch.float32, (1e-5, 1e-2)), (torch.float64, (8e-13, 5e-9))):
+    for dtype, room in ((torch.float32, (3e-5, 1e-2)), (torch.float64, (8e-13, 5e-9))):
         shape = replace(shape, tied=tied)
         reference = ranks.run(train_reference, 1, shape, dtype, [4], at_once)[0]
         found = ranks.run(compare_with_reference, 4, "1f1b", shape, dtype, reference)
         apart = [max(rank[0][which] for rank in found) for which in (0, 1)]
-        # n = 53 * 32 + 96 terms: 4 sqrt(n) 2^-24, 4 n 2^-53 of up to 1. Five steps of
-        # AdamW: 1e-3, either way; lr / eps times 2 sqrt(n) 2^-53.
+        # n = 53 * 32 + 96 terms: 4 sqrt(n) 2^-24 and 2e-5, 4 n 2^-53 of up to 1. Five
+        # steps of AdamW: 1e-3, either way; lr / eps times 2 sqrt(n) 2^-53.
         assert all(
             0 < value < limit for value, limit in zip(apart, room, strict=True)
         ), apart

@@ -254,8 +254,8 @@ def from_one_process(plain, dtype):
 def check_equal(plain):
     on_two = ranks.run(from_one_process, 2, plain, torch.float32)[0]
     on_four = ranks.run(from_one_process, 4, plain, torch.float64)[0]
-    # Of two terms only a + b is to be computed: the same bits on any CPU. Of four gloo's
-    # order is its own: 2 * 3 * 2^-53 of 0.7, and in AdamW's five steps lr / eps times
+    # Of two terms only a + b is to be computed: the same bits on any CPU. Gloo adds four
+    # in its own order: 2 * 3 * 2^-53 of 0.7, and in AdamW's five steps lr / eps times
     # that; in float32 up to 1e-3 a step, either way.
     assert ranks.choose_backend(2)[1] != "cpu" or on_two == 0.0
     assert on_two < 1e-2 and on_four < 3e-10
@@ -590,8 +590,8 @@ for size in (2, 4):
             # The same sums in the same order: the same bits.
             assert in_loss == plain == 0.0
         # Elsewhere, and for the norm, sums are made in another order: as above. Losses:
-        # 4 sqrt(256 tokens) roundings of 2^-24 of 5.5.
-        assert in_loss < 2.1e-5 and max(plain, clipped) < 1e-2, found
+        # 4 sqrt(256 tokens) 2^-24 of 5.5, and a turned weight: 2 * 1e-3 * 0.01.
+        assert in_loss < 4.1e-5 and max(plain, clipped) < 1e-2, found
         assert in_float64 < 3e-10, found
         values = in_loss, plain, clipped, in_float64
         cells = (f"{value:.0e}" if value else "0" for value in values)
@@ -1064,7 +1064,7 @@ for size in (2, 4):
     in_loss, in_weights, *held = ranks.run(compare_to_fsdp2, size)[0]
     # FSDP2 adds up in gloo's order. For both bounds see above. Two ranks: a + b is all
     # there is to compute, with the bits of b + a.
-    assert in_loss < 2.1e-5 and in_weights < 1e-2
+    assert in_loss < 4.1e-5 and in_weights < 1e-2
     differences = (f"{x:.0e}" if x else "0" for x in (in_loss, in_weights))
     rows.append((size, *differences, *(f"{x:,}" for x in held)))
 head = [

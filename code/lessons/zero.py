@@ -254,9 +254,9 @@ def from_one_process(plain, dtype):
 def check_equal(plain):
     on_two = ranks.run(from_one_process, 2, plain, torch.float32)[0]
     on_four = ranks.run(from_one_process, 4, plain, torch.float64)[0]
-    # Of two terms only a + b is to be computed: the same bits on any CPU. Gloo adds four
-    # in its own order: 2 * 3 * 2^-53 of 0.7, and in AdamW's five steps lr / eps times
-    # that; in float32 up to 1e-3 a step, either way.
+    # Of two terms only a + b is to be computed: the same bits on any CPU. Gloo adds
+    # four in its own order: 2 * 3 * 2^-53 of 0.7, and in AdamW's five steps lr / eps
+    # times that; in float32 up to 1e-3 a step, either way.
     assert ranks.choose_backend(2)[1] != "cpu" or on_two == 0.0
     assert on_two < 1e-2 and on_four < 3e-10
     print("largest difference from one process, 2 ranks, float32:", on_two)

@@ -163,7 +163,7 @@ assert min(one[1]) > 1  # clipping cuts in every step
 show.table(rows, ["2 ranks, 10 steps", "losses", "norms before clipping", "weights"])
 
 # %% [markdown]
-# "Equal" means within $6 \cdot 10^{-5}$, for weights $2 \cdot 10^{-2}$, since AdamW moves one by up to $10^{-3}$ however small its gradient.
+# "Equal" means within $6\cdot10^{-5}$, for weights $2\cdot10^{-2}$, since AdamW moves one by up to $10^{-3}$ however small its gradient.
 # The last row shows the mistake from the top of this page. By default `ModelParallelStrategy()` shards over nodes, and uses the ranks of a node for tensor parallelism. On one node its `"data_parallel"` mesh has one rank, so `fully_shard` does not shard, and both ranks read the same windows.
 #
 # ## What a trainer changes without being asked

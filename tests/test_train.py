@@ -34,8 +34,9 @@ from shardlab.train.take_home import JobError, Options, Training, list_checkpoin
 # 16 ranks. Two epochs begin.
 SMALL = {"steps": 10, "every": 5, "limit": 64 * 143 + 1}
 # Two orders of 1,024 tokens: 2 sqrt(1024) roundings of a loss of 5.5, and of what steps take off.
-# Rounding may turn AdamW's step, of 1e-3, of a weight, whose next gradients are some 0.01.
-LOSS, WEIGHT = 4 * 1024**0.5 * 2**-24 * 5.5 + 2 * 1e-3 * 0.01, 2 * 10 * 1e-3
+# Rounding may turn AdamW's step, of 1e-3, of a weight, whose next gradients are some 0.01; but it
+# moves weights by some hundredths of a step.
+LOSS, WEIGHT = 4 * 1024**0.5 * 2**-24 * 5.5 + 2 * 1e-3 * 0.01, 2e-4
 
 
 def load_weights(folder: Path) -> dict[str, torch.Tensor]:

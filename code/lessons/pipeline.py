@@ -854,9 +854,9 @@ references = {}
 for layers in (4, 8):
     shape = replace(SMALL, layers=layers)
     references[layers] = ranks.run(train_reference, 1, shape, torch.float32, MICRO)[0]
-# [rank, schedule, m, gradients and weights]; AdamW: five steps of 1e-3, either way
+# [rank, schedule, m, gradients and weights]
 results = torch.tensor(ranks.run(compare_all_schedules, 4, references))
-assert results.max() == 0 or (not EXACT and results.max() < 1e-2), results.amax(0)
+assert results.max() == 0 or (not EXACT and results.max() < 1e-3), results.amax(0)
 for which, what in enumerate(("gradients", "weights")):
     apart = results[..., which].max().item()
     print(
@@ -878,13 +878,13 @@ for case, tied, at_once in (
     ("tied weights", True, False),
     ("the batch at once", False, True),
 ):
-    for dtype, room in ((torch.float32, (3e-5, 1e-2)), (torch.float64, (8e-13, 5e-9))):
+    for dtype, room in ((torch.float32, (3e-5, 1e-3)), (torch.float64, (8e-13, 5e-9))):
         shape = replace(shape, tied=tied)
         reference = ranks.run(train_reference, 1, shape, dtype, [4], at_once)[0]
         found = ranks.run(compare_with_reference, 4, "1f1b", shape, dtype, reference)
         apart = [max(rank[0][which] for rank in found) for which in (0, 1)]
-        # n = 53 * 32 + 96 terms: 4 sqrt(n) 2^-24 and 2e-5, 4 n 2^-53 of up to 1. Five
-        # steps of AdamW: 1e-3, either way; lr / eps times 2 sqrt(n) 2^-53.
+        # n = 53 * 32 + 96 terms: 4 sqrt(n) 2^-24 and 2e-5, 4 n 2^-53 of up to 1. A
+        # step of AdamW: 1e-3; lr / eps times 2 sqrt(n) 2^-53.
         assert all(
             0 < value < limit for value, limit in zip(apart, room, strict=True)
         ), apart

@@ -1093,7 +1093,7 @@ for i, (name, dtype) in enumerate(
     # Paths of n = 26 * 64 + 256 terms in two orders: 4 sqrt(n) 2^-24, or 4 n 2^-53, of
     # up to 1. AdamW's step multiplies an error by up to lr / eps; in float32 it moves a
     # weight by 1e-3 either way, and what depends on it by 2e-5.
-    room = (3.1e-5, 3.1e-5, 1e-2) if dtype == "float32" else (1e-12, 1e-12, 5e-9)
+    room = (3.1e-5, 3.1e-5, 5e-3) if dtype == "float32" else (1e-12, 1e-12, 5e-9)
     off = torch.cat(found)[:, i].amax(0).tolist()
     assert all(x <= limit for x, limit in zip(off, room, strict=True)), off
     rows.append((name, dtype, *map(format_short, off)))
@@ -1462,7 +1462,7 @@ def compare_with_torch():
 found = ranks.run(compare_with_torch, 2, device="cpu", show=False)
 in_loss, in_weights, found = found[0]
 # Losses: 4 sqrt(512 tokens) 2^-24 of 5.5, and 2e-5 of a turned weight, as above.
-assert in_loss < 5e-5 and in_weights < 1e-2
+assert in_loss < 5e-5 and in_weights < 5e-3
 L, (calls, dispatched) = MODEL.layers, zip(*found, strict=True)
 # torch reduces the loss's two sums one by one, and queries, keys, values by themselves.
 assert calls == (4 * L + 2 + 2, 4 * L + 2 + 3, 6 * L + 2 + 3), calls

@@ -148,7 +148,6 @@ def load_weights(folder):
 one = run_on_ranks(one_gpu, 1, FOLDER / "plain", show=False, **SHORT_RUN)[0]
 REFERENCE_WEIGHTS = load_weights(FOLDER / "plain")
 NEAR = 6.2e-5  # 4 sqrt(1,024 tokens) 2^-24 of 5.5; a turned weight: 2 * 1e-3 * 0.01
-MOVED = 2 * 12 * 1e-3  # 12 steps of AdamW, either way
 
 
 def compare_with_one_process(name, losses, folder, limit=NEAR):
@@ -158,7 +157,7 @@ def compare_with_one_process(name, losses, folder, limit=NEAR):
     found = load_weights(folder)
     pairs = [(found[name], weight) for name, weight in REFERENCE_WEIGHTS.items()]
     moved = max((a - b).abs().max().item() for a, b in pairs)
-    assert max(gaps) < limit and moved < MOVED, (max(gaps), moved)
+    assert max(gaps) < limit and moved < 8 * limit, (max(gaps), moved)
     print(f"{name}, {len(losses)} ranks: {len(mean)} losses and all weights equal one process's")
 
 

@@ -258,7 +258,7 @@ def check_equal(plain):
     # four in its own order: 2 * 3 * 2^-53 of 0.7, and in AdamW's five steps lr / eps
     # times that; in float32 up to 1e-3 a step, either way.
     assert ranks.choose_backend(2)[1] != "cpu" or on_two == 0.0
-    assert on_two < 1e-2 and on_four < 3e-10
+    assert on_two < 5e-3 and on_four < 3e-10
     print("largest difference from one process, 2 ranks, float32:", on_two)
     print("largest difference from one process, 4 ranks, float64: below 3e-10")
 
@@ -591,7 +591,7 @@ for size in (2, 4):
             assert in_loss == plain == 0.0
         # Elsewhere, and for the norm, sums are made in another order: as above. Losses:
         # 4 sqrt(256 tokens) 2^-24 of 5.5, and a turned weight: 2 * 1e-3 * 0.01.
-        assert in_loss < 4.1e-5 and max(plain, clipped) < 1e-2, found
+        assert in_loss < 4.1e-5 and max(plain, clipped) < 5e-3, found
         assert in_float64 < 3e-10, found
         values = in_loss, plain, clipped, in_float64
         cells = (f"{value:.0e}" if value else "0" for value in values)
@@ -1064,7 +1064,7 @@ for size in (2, 4):
     in_loss, in_weights, *held = ranks.run(compare_to_fsdp2, size)[0]
     # FSDP2 adds up in gloo's order. For both bounds see above. Two ranks: a + b is all
     # there is to compute, with the bits of b + a.
-    assert in_loss < 4.1e-5 and in_weights < 1e-2
+    assert in_loss < 4.1e-5 and in_weights < 5e-3
     differences = (f"{x:.0e}" if x else "0" for x in (in_loss, in_weights))
     rows.append((size, *differences, *(f"{x:,}" for x in held)))
 head = [

@@ -150,9 +150,10 @@ def test_the_course_s_gpt_computes_what_transformers_does_from_the_same_folder(h
     assert found == want
     load_hub(model, hub / kind)
     with torch.no_grad():
-        apart = (model(TOKENS) - compute_logits(hub / kind)).abs().max().item()
-    # GPT-2 has learned positions and another GELU: it is another model with these weights.
-    assert apart > 1e-3 if kind == "gpt2" else apart < 1e-5
+        apart = (model(TOKENS) - (want := compute_logits(hub / kind))).abs().max().item()
+    # Paths of 13 * 48 terms in two orders. GPT-2's positions and GELU make it another model.
+    near = 2 * (13 * 48) ** 0.5 * 2**-24 * want.abs().max().item()
+    assert apart > 1e-3 if kind == "gpt2" else apart < near
 
 
 def in_shards(hub, out):

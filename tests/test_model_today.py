@@ -107,5 +107,5 @@ def test_a_tiny_model_has_the_logits_of_transformers(case: str, tmp_path: Path):
     with torch.no_grad():
         ours_BSV, theirs_BSV = ours(tokens_BS), model(tokens_BS).logits
         assert theirs_BSV.std() > 0.5
-        # float32: logits of about 1, sums of 32 in another order.
+        # Paths of 27 products of 32 terms in two orders: 2 sqrt(27 * 32) roundings of up to 5.
         torch.testing.assert_close(ours_BSV, theirs_BSV, rtol=0, atol=2e-5)

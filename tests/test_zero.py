@@ -216,8 +216,8 @@ def ways_through():
             trained = [(k, p) for k, p in expected.named_parameters() if p.requires_grad]
             for key, parameter in trained:
                 wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                # float32, sums of a few terms of size 0.1: the library's order of sums may differ.
-                assert (found[key] - wanted).abs().max() < 1e-7, (name, number, key)
+                # Up to 4 ranks x 2 uses in two orders: 2 * 7 * 2^-24 of gradients of up to 0.6.
+                assert (found[key] - wanted).abs().max() < 5e-7, (name, number, key)
             unused = dict(model.named_parameters())["blocks.1.never.weight"]
             assert unused.grad is None
             model.zero_grad()

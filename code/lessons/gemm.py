@@ -855,7 +855,7 @@ found = ranks.run(multiply_with_dtensor, 4, device="cpu")[0]  # CPU: DTensor on 
 # Table: DTensor's placements for each way, and its collectives
 rows = []
 for way, (result, first, second, off) in found.items():
-    assert off < 1e-4  # sums of 258 products in float32
+    assert off < 1.4e-4  # 2 sqrt(258) roundings of 2^-24 of sums of up to 70
     kinds = [", ".join(map(str, placements)) for placements in PLACEMENTS[way]]
     rows.append((way, *kinds, result, first, second))
 show.table(rows, ["way", "A", "B", "A @ B", "sent by @", "sent by full_tensor()"])

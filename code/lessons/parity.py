@@ -142,6 +142,7 @@ summed = partial(train, take_part=take_share, after_backward=sum_gradients)
 # Table: loss of one process, and mean loss of two ranks
 one = ranks.run(partial(train, do_nothing, steps=20), 1)[0]
 two = [sum(x) / 2 for x in zip(*ranks.run(partial(summed, do_nothing, steps=20), 2), strict=True)]
+# A dozen turned weights, each 2 * 1e-2 * 0.02, of 5: 1e-3
 assert max(abs(a - b) / a for a, b in zip(one, two, strict=True)) < 1e-3
 rows = [(n, f"{one[n - 1]:.4f}", f"{two[n - 1]:.4f}") for n in (1, 2, 5, 10, 20)]
 show.table(rows, ["step", "loss of one process (nats)", "of two ranks"])
@@ -753,8 +754,8 @@ for name in TEN:
     assert REPORTS[name, "right"].is_equal and not REPORTS[name, "wrong"].is_equal, name
     first, off = REPORTS[name, "wrong"].first_finding, LOSSES[name, "wrong"]
     hints = [c for c in REPORTS[name, "wrong"].hints if not c.startswith("and ")]
-    said = "; ".join([str(first), *hints])
-    rows.append((name, "right" if abs(off) < 1e-6 else f"{abs(off):.2%}", said))
+    shown = "right" if abs(off) < 3e-6 else f"{abs(off):.2%}"  # 4 sqrt(128) 2^-24
+    rows.append((name, shown, "; ".join([str(first), *hints])))
 assert [seen for _, seen, _ in rows].count("right") == 8
 assert REPORTS["pytorch 190626", "wrong"].first_finding.error > 2e-3
 head = ["thread", "loss", "what the report says"]

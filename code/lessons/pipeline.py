@@ -134,7 +134,7 @@ def compare_with_one_process(gradients, m):
         found |= mine
     assert found.keys() == want.keys()
     apart = max((found[name] - want[name]).abs().max().item() for name in want)
-    assert apart == 0 or (not EXACT and apart < 1e-3), apart
+    assert apart == 0 or (not EXACT and apart < 1.1e-5), apart  # 2 sqrt(7,300) 2^-24
     return apart
 
 
@@ -826,8 +826,8 @@ def compare_with_reference(name, shape, dtype, reference):
         for step in range(5):
             optimizer.zero_grad()
             value = mine.step(*make_batch(6, step, shape.seq))
-            # float32, about 5
-            assert value is None or abs(value.item() - losses[step]) < 1e-5
+            # 4 sqrt(96 tokens) 2^-24 of 5.5; a turned weight: 2 * 1e-3 * 0.01
+            assert value is None or abs(value.item() - losses[step]) < 3.3e-5
             optimizer.step()
         apart = [0.0, 0.0]
         for own, p in mine.named_parameters():  # those of this rank's layers
@@ -878,13 +878,13 @@ for case, tied, at_once in (
     ("tied weights", True, False),
     ("the batch at once", False, True),
 ):
-    for dtype, room in ((torch.float32, (1e-5, 1e-3)), (torch.float64, (1e-13, 1e-11))):
+    for dtype, room in ((torch.float32, (3e-5, 1e-3)), (torch.float64, (8e-13, 5e-9))):
         shape = replace(shape, tied=tied)
         reference = ranks.run(train_reference, 1, shape, dtype, [4], at_once)[0]
         found = ranks.run(compare_with_reference, 4, "1f1b", shape, dtype, reference)
         apart = [max(rank[0][which] for rank in found) for which in (0, 1)]
-        # Gradients reach 1. AdamW divides by a gradient's size: where that is almost 0,
-        # rounding decides which way a weight moves.
+        # n = 53 * 32 + 96 terms: 4 sqrt(n) 2^-24 and 2e-5, 4 n 2^-53 of up to 1. A
+        # step of AdamW: 1e-3; lr / eps times 2 sqrt(n) 2^-53.
         assert all(
             0 < value < limit for value, limit in zip(apart, room, strict=True)
         ), apart
@@ -1340,7 +1340,8 @@ with torch.no_grad():
 for zero in (0, 1, 2):
     # CPU: each stage would need its own GPU
     found = ranks.run(step_deepspeed, 2, zero, device="cpu")[0]
-    trains = isinstance(found, float) and abs(found - alone) < 1e-5  # float32
+    # 2 sqrt(256 tokens) roundings of 2^-24 of 5.5
+    trains = isinstance(found, float) and abs(found - alone) < 1.1e-5
     print(f"stage {zero}:", "trains, with the loss of one process" if trains else found)
     assert trains == (zero < 2)
 
@@ -1371,9 +1372,8 @@ def compare_two_by_two(m):
     mine = pipeline.distribute_model(
         build_model(SMALL), schedule, pipelines[copy_], **options
     )
-    batches = [
-        make_batch(8, step, SMALL.seq) for step in (0, 1)
-    ]  # a batch for each copy
+    # A batch for each copy
+    batches = [make_batch(8, step, SMALL.seq) for step in (0, 1)]
     with count.record_traffic() as sent:
         mine.step(*batches[copy_])
     alone = build_model(SMALL)
@@ -1390,8 +1390,8 @@ def compare_two_by_two(m):
 for m in (2, 8):
     results = ranks.run(compare_two_by_two, 4, m)
     apart = max(result[0] for result in results)
-    # float32: (a + b) + (c + d) beside ((a + b) + c) + d; gradients reach 1
-    assert apart < 1e-5
+    # (a + b) + (c + d) beside ((a + b) + c) + d: 2 * 15 * 2^-24 of up to 1
+    assert apart < 1.8e-6
     assert all(calls == parameters for _, calls, parameters in results)
     _, calls, parameters = results[0]
     print(f"m = {m}: gradients differ by {apart:.0e}")

@@ -147,16 +147,17 @@ def load_weights(folder):
 
 one = run_on_ranks(one_gpu, 1, FOLDER / "plain", show=False, **SHORT_RUN)[0]
 REFERENCE_WEIGHTS = load_weights(FOLDER / "plain")
+NEAR = 6.2e-5  # 4 sqrt(1,024 tokens) 2^-24 of 5.5; a turned weight: 2 * 1e-3 * 0.01
 
 
-def compare_with_one_process(name, losses, folder, limit=1e-5):
+def compare_with_one_process(name, losses, folder, limit=NEAR):
     """Compare ranks' losses, and the weights in a folder, with those of one process."""
     mean = [sum(values) / len(losses) for values in zip(*losses, strict=True)]
     gaps = [abs(a - b) for a, b in zip(mean, one, strict=True)]
     found = load_weights(folder)
     pairs = [(found[name], weight) for name, weight in REFERENCE_WEIGHTS.items()]
     moved = max((a - b).abs().max().item() for a, b in pairs)
-    assert max(gaps) < limit and moved < 50 * limit, (max(gaps), moved)
+    assert max(gaps) < limit and moved < 8 * limit, (max(gaps), moved)
     print(f"{name}, {len(losses)} ranks: {len(mean)} losses and all weights equal one process's")
 
 
@@ -421,7 +422,7 @@ def run_take_home(size, folder, **options):
     return ranks.run(main, size, show=False)
 
 
-def compare_take_home(name, size=2, limit=1e-5, **options):
+def compare_take_home(name, size=2, limit=NEAR, **options):
     """Run the script to take home, compare it with one process, and return the losses."""
     folder = FOLDER / f"home-{name}-{size}"
     losses = run_take_home(size, folder, **options)
@@ -463,10 +464,10 @@ _ = compare_take_home("micro-batches of 2", micro=2)
 
 # %% tags=["hide-input"]
 # Compares bf16 on two ranks with float32 in one process, with a larger tolerance
-
-losses = compare_take_home("bf16", micro=2, precision="bf16", limit=2e-2)
+# sqrt(26 products) 2^-8 of logits of 0.5 is 1e-2.
+losses = compare_take_home("bf16", micro=2, precision="bf16", limit=1e-2)
 gap = max(abs(a - b) for a, b in zip(losses[0], one, strict=True))
-assert 1e-5 < gap < 5e-3
+assert gap > NEAR
 print(f"in bf16 the losses are within {gap:.0e} of those in float32")
 
 # %% [markdown]
@@ -525,7 +526,6 @@ show.source(take_home.parallelize_model)
 
 # %% tags=["hide-input"]
 # Table: the strategies against one process
-
 rows = []
 for strategy, degree in (("ddp", 1), ("zero1", 1), ("zero2", 1), ("fsdp2", 1), ("fsdp2", 2)):
     folder = FOLDER / f"home-{strategy}-{degree}"
@@ -533,7 +533,7 @@ for strategy, degree in (("ddp", 1), ("zero1", 1), ("zero2", 1), ("fsdp2", 1), (
     found = run_take_home(2, folder, **how)
     gap = max(abs(a - b) for a, b in zip(found[0], one[:6], strict=True))
     line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
-    assert found[0] == found[1] and gap < 1e-5
+    assert found[0] == found[1] and gap < NEAR
     assert {"loss", "norm", "tokens_per_second", "mfu", "memory_bytes"} < set(line)
     rows.append((strategy, degree, "equal", f"{line['norm']:.4f}"))
 show.table(rows, ["strategy, 2 ranks", "tensor", "losses", "norm of the gradient, step 6"])
@@ -548,9 +548,8 @@ moved = run_take_home(4, FOLDER / "moved", strategy="fsdp2")[0]
 
 # %% tags=["hide-input"]
 # Compares the run that changed to FSDP2 with one process
-
 gaps = [abs(a - b) for a, b in zip(moved, one[5:], strict=True)]
-assert max(gaps) < 1e-5
+assert max(gaps) < NEAR
 print("steps 6 to 12, FSDP2 on four ranks after DDP on two: losses equal one process's")
 
 

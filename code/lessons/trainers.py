@@ -148,7 +148,6 @@ with warnings.catch_warnings():
 
 # %% tags=["hide-input"]
 # Table: Lightning on two ranks against one process
-
 rows = []
 for name, (losses, norms, weights) in fits.items():
     gaps = [
@@ -156,14 +155,15 @@ for name, (losses, norms, weights) in fits.items():
         for found, want in ((losses, one[0]), (norms, one[1]))
     ]
     gaps.append(max((weights[k] - one[2][k]).abs().max().item() for k in weights))
-    equal = gaps[0] < 1e-5 and gaps[1] < 1e-5 and gaps[2] < 1e-4
+    # 4 sqrt(512) 2^-24 of 5.5, 4 sqrt(2176) of 3.5; a turned weight: 2e-5
+    equal = gaps[0] < 5e-5 and gaps[1] < 6e-5 and gaps[2] < 1e-4
     assert equal == (name != "FSDP2, its default mesh")
     rows.append((name, *("equal" if equal else f"{gap:.2f}" for gap in gaps)))
 assert min(one[1]) > 1  # clipping cuts in every step
 show.table(rows, ["2 ranks, 10 steps", "losses", "norms before clipping", "weights"])
 
 # %% [markdown]
-# "Equal" means within $10^{-5}$, for weights within $10^{-4}$, since AdamW moves a weight by up to $10^{-3}$ however small its gradient.
+# "Equal" means within $6\cdot10^{-5}$, for weights within $10^{-4}$, since AdamW moves a weight by up to $10^{-3}$ however small its gradient.
 # The last row shows the mistake from the top of this page. By default `ModelParallelStrategy()` shards over nodes, and uses the ranks of a node for tensor parallelism. On one node its `"data_parallel"` mesh has one rank, so `fully_shard` does not shard, and both ranks read the same windows.
 #
 # ## What a trainer changes without being asked

@@ -23,7 +23,7 @@ from shardlab.ranks.gather import gather_parts
 
 from .declarations import GRADIENT_TYPES, parse_signature
 
-_ROUNDING = 1e-9  # rounding of float64 sums of some hundred products of size 1
+_ROUNDING = 1e-9  # float64: 2 n 2^-53 of n terms of size 1, up to n = 2,000
 
 
 def find_contradictions(

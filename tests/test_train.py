@@ -41,8 +41,7 @@ LOSS, WEIGHT = 5e-6, 2e-4
 def load_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return the weights after the last step, from any kind of checkpoint."""
     if (folder / "last.pt").exists():
-        found = torch.load(folder / "last.pt", "cpu")
-        return found
+        return torch.load(folder / "last.pt", "cpu")
     return load_saved(folder, {"model": GPT(PRESETS["nano"]).state_dict()})["model"]
 
 
@@ -242,9 +241,8 @@ def test_zero1_alone_keeps_whole_gradients_between_micro_batches(strategy, tmp_p
     def measure_kept():
         training = on_a_rank(strategy=strategy, micro=1, folder=str(tmp_path))
         whole = sum(4 * p.numel() for p in training.model.parameters())
-        training.backward(
-            *text.get_batch(32, 2), torch.tensor(64.0)
-        )  # allocates the buffers that stay
+        # The first backward allocates the buffers that stay.
+        training.backward(*text.get_batch(32, 2), torch.tensor(64.0))
         training.optimizer.zero_grad()
         between = []
 
@@ -342,14 +340,9 @@ SHORT = ["--limit", str(SMALL["limit"]), "--every", "5", "--report", "1"]
 
 def start_job(folder: Path, size: int, *more: str) -> subprocess.Popen[str]:
     head = [*TORCHRUN, f"--nproc-per-node={size}"] if size else [sys.executable]
-    return subprocess.Popen(
-        [*head, str(SCRIPT), "--folder", str(folder), *SHORT, *more],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=ENVIRONMENT,
-        start_new_session=True,
-    )
+    command = [*head, str(SCRIPT), "--folder", str(folder), *SHORT, *more]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, **output, env=ENVIRONMENT, start_new_session=True)
 
 
 def wait_for_exit(process: subprocess.Popen[str], status: int = 0) -> str:
@@ -362,23 +355,11 @@ def wait_for_exit(process: subprocess.Popen[str], status: int = 0) -> str:
     return output
 
 
-def train_without_stop(folder: Path, steps: int) -> list[float]:
-    """Return the losses of a job that is not stopped."""
-    options = Options(folder=str(folder), limit=SMALL["limit"], every=5, steps=steps)
-    return ranks.run(lambda: take_home.main(options), 1, show=False, device="cpu")[0]
-
-
 def wait_for_step(folder: Path, step: int) -> None:
     deadline = time.monotonic() + 90
     while max(read_metrics(folder, "loss"), default=0) < step:
         assert time.monotonic() < deadline, "the job does not get there"
         time.sleep(0.02)
-
-
-def rank_processes(process: subprocess.Popen[str]) -> list[int]:
-    import psutil
-
-    return [child.pid for child in psutil.Process(process.pid).children()]
 
 
 def run_alone(folder: Path, *options: str) -> tuple[int, str]:
@@ -392,11 +373,14 @@ def run_alone(folder: Path, *options: str) -> tuple[int, str]:
 
 
 def test_a_job_outlives_a_killed_rank_and_signals_and_goes_on(tmp_path):
-    whole = train_without_stop(tmp_path / "whole", 30)
+    import psutil
+
+    options = Options(folder=str(tmp_path / "whole"), limit=SMALL["limit"], every=5, steps=30)
+    (whole,) = ranks.run(lambda: take_home.main(options), 1, show=False, device="cpu")
     folder = tmp_path / "job"
     first = start_job(folder, 2, "--steps", "100000")
     wait_for_step(folder, 8)
-    os.kill(rank_processes(first)[0], signal.SIGKILL)  # it has locked the folder
+    psutil.Process(first.pid).children()[0].kill()  # it has locked the folder
     killed_after = max(read_metrics(folder, "loss"))
     wait_for_step(folder, killed_after + 6)  # torchrun has restarted all ranks
     first.send_signal(signal.SIGTERM)  # torchrun forwards it, and then fails itself

@@ -11,9 +11,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 COMPRESSED = (".html", ".css", ".js", ".json", ".svg", ".xml", ".txt", ".ipynb", ".md", ".py")
-
-# Most of what a page loads is what the page before it loaded.
-compress = lru_cache(64)(partial(gzip.compress, compresslevel=6, mtime=0))
+compress = lru_cache(64)(partial(gzip.compress, compresslevel=6, mtime=0))  # pages share files
 
 
 class Handler(SimpleHTTPRequestHandler):

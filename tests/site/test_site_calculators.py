@@ -22,9 +22,7 @@ KINDS = {  # where they stand
     "memory": "memory", "mesh": "mesh", "schedule": "pipeline", "strategy": "strategy",
 }  # fmt: skip
 SLOW = 60_000  # ms: until Python is loaded, where tests share two cores
-KEEP_WORKER = """self.Worker = class extends Worker {
-  constructor(...given) { super(...given); self.pythonWorker = this; }
-}"""
+KEEP_WORKER = "Worker = new Proxy(Worker, {construct: (W, all) => pythonWorker = new W(...all)})"
 
 spec = importlib.util.spec_from_file_location(
     "calculators", show.ROOT / "book/_ext/browser/calculators.py"

@@ -42,16 +42,13 @@ FEWER_WORDS = """(good) => {
     const path = name(word.parentElement);
     seen.set(path, (seen.get(path) ?? 0) + 1);
     if (seen.get(path) > 2) {
-      let empty = word.parentElement; // axe takes time for what is left of it, too
-      word.remove();
-      while (!empty.childNodes.length) {
-        const up = empty.parentElement;
-        empty.remove();
-        empty = up;
+      for (let up, one = word; !one.childNodes.length; one = up) {
+        up = one.parentElement; // axe takes time for what is left of it, too
+        one.remove();
       }
     }
   }
-  for (const one of document.querySelectorAll("svg, mjx-container"))
+  for (const one of document.querySelectorAll("svg, svg *, mjx-container"))
     if (!one.textContent.trim()) one.remove();
   return [...seen.keys()];
 }"""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +14,9 @@ from typing import Any
 import psutil
 import pytest
 from commands import run_main
+from forked import run_forked
 
+from shardlab.train import take_home
 from shardtools.cluster import slurm
 from shardtools.cluster.slurm import sessions
 
@@ -61,7 +62,7 @@ def wait_until(true: Callable[[], Any], seconds: float = 240) -> Any:
     end = time.monotonic() + seconds
     while not (found := true()):
         assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
+        time.sleep(0.2)
     return found
 
 
@@ -87,13 +88,14 @@ def read_losses(folder: Path) -> list[float]:
 def serial_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Return the losses of one process."""
     folder = tmp_path_factory.mktemp("alone")
-    command = [sys.executable, TRAIN, *f"{SMALL} 30 --folder".split(), folder]
-    subprocess.run(command, check=True, timeout=100, env=slurm_free())
+
+    def train() -> None:
+        sys.argv = [str(TRAIN), *f"{SMALL} 30 --folder".split(), str(folder)]
+        take_home.run()
+
+    status, said = run_forked(train, folder, slurm.SlurmCluster(Path("/nowhere")).environment)
+    assert status == 0, said
     return read_losses(folder)
-
-
-def slurm_free() -> dict[str, str]:
-    return slurm.SlurmCluster(Path("/nowhere")).environment
 
 
 def find_listeners(cluster: slurm.SlurmCluster) -> set[tuple[str, str]]:
@@ -119,7 +121,7 @@ def test_torchrun_in_a_job_equals_one_process_and_listens_on_the_loopback(
     seen = set()
     while get_state(cluster, job) in ("PENDING", "RUNNING", "COMPLETING"):
         seen |= find_listeners(cluster)
-        time.sleep(0.1)
+        time.sleep(0.5)
     folder = cluster.folder.parent
     errors = (folder / f"train-{job}.err").read_text()
     assert get_state(cluster, job) == "COMPLETED", errors

@@ -6,11 +6,12 @@ import contextlib
 import gzip
 import threading
 from collections.abc import Iterator
-from functools import partial
+from functools import lru_cache, partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 COMPRESSED = (".html", ".css", ".js", ".json", ".svg", ".xml", ".txt", ".ipynb", ".md", ".py")
+compress = lru_cache(64)(partial(gzip.compress, compresslevel=6, mtime=0))  # pages share files
 
 
 class Handler(SimpleHTTPRequestHandler):
@@ -39,7 +40,7 @@ class Handler(SimpleHTTPRequestHandler):
         self.send_header("Content-Type", self.guess_type(str(path)))
         accepts = "gzip" in self.headers.get("Accept-Encoding", "")
         if path.suffix in COMPRESSED and accepts:
-            content = gzip.compress(content, compresslevel=6, mtime=0)
+            content = compress(content)
             self.send_header("Content-Encoding", "gzip")
             self.send_header("Vary", "Accept-Encoding")
         self.send_header("Content-Length", str(len(content)))

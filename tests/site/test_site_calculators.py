@@ -11,7 +11,7 @@ import random
 
 import pytest
 from playwright.sync_api import expect
-from test_site_pages import AXE, RULES
+from test_site_pages import AXE, PUT_ASIDE, RULES
 from visiting import Visit
 
 from shardlab.common import show
@@ -22,6 +22,7 @@ KINDS = {  # where they stand
     "memory": "memory", "mesh": "mesh", "schedule": "pipeline", "strategy": "strategy",
 }  # fmt: skip
 SLOW = 60_000  # ms: until Python is loaded, where tests share two cores
+KEEP_WORKER = "Worker = new Proxy(Worker, {construct: (W, all) => pythonWorker = new W(...all)})"
 
 spec = importlib.util.spec_from_file_location(
     "calculators", show.ROOT / "book/_ext/browser/calculators.py"
@@ -42,7 +43,9 @@ def open_calculator(browser, address):
 
     def open_calculator(kind: str):
         if kind not in tabs:
-            tabs[kind] = Visit(browser, address).open_page(f"lessons/{KINDS[kind]}.html")
+            tabs[kind] = Visit(browser, address)
+            tabs[kind].page.add_init_script(KEEP_WORKER)
+            tabs[kind].open_page(f"lessons/{KINDS[kind]}.html")
         return tabs[kind], tabs[kind].page.locator(f'form.calculator[data-kind="{kind}"]')
 
     yield open_calculator
@@ -133,15 +136,13 @@ def test_answers_are_those_of_python(open_calculator):
     press_calculate(form)  # loads Python
     found = form.page.evaluate(
         """async (questions) => {
-          const text = new Blob([coursePython], { type: "text/javascript" });
-          const worker = new Worker(URL.createObjectURL(text)), answers = [];
+          const answers = [];
           for (const question of questions)
             answers.push(await new Promise((done) => {
-              worker.onmessage = (event) => done(event.data);
-              worker.onerror = (event) => done(JSON.stringify(event.message));
-              worker.postMessage(question);
+              pythonWorker.onmessage = (event) => done(event.data);
+              pythonWorker.onerror = (event) => done(JSON.stringify(event.message));
+              pythonWorker.postMessage(question);
             }));
-          worker.terminate();
           return answers;
         }""",
         [json.dumps({"kind": kind, "given": given}) for kind, given in questions],
@@ -152,7 +153,7 @@ def test_answers_are_those_of_python(open_calculator):
         assert there == here, question
 
 
-def test_nothing_is_loaded_until_it_is_asked_for(visit, address):
+def test_nothing_is_loaded_until_it_is_asked_for_and_a_failure_is_told(visit, address):
     seen = visit("book/index.html")
     asked: list[str] = []
     seen.context.on("request", lambda request: asked.append(request.url))
@@ -169,7 +170,13 @@ def test_nothing_is_loaded_until_it_is_asked_for(visit, address):
     assert not [url for url in asked if "python" in url]
     assert form.get_by_role("table").get_by_role("rowheader").count() >= 7  # of the first values
     assert form.get_by_role("status").inner_text().startswith("On each rank")
-    press_calculate(form)
+    assert seen.wrong == []
+    seen.context.route("**/python.js*", lambda route: route.abort())
+    assert press_calculate(form) == []
+    assert "could not be loaded" in form.get_by_role("alert").inner_text()
+    seen.context.unroute("**/python.js*")
+    asked.clear(), seen.wrong.clear()
+    assert len(press_calculate(form)) >= 7
     press_calculate(form)
     assert len([url for url in asked if "python/python.js" in url]) == 1
     assert all(url.startswith((address, "blob:")) for url in asked)
@@ -237,12 +244,17 @@ def test_what_takes_too_long_can_be_stopped(open_calculator):
 
 
 @pytest.mark.parametrize(
-    ("kind", "field", "scheme"),
-    [("memory", "dp", "light"), ("schedule", "stages", "light"), ("strategy", "gpus", "dark")],
+    ("kind", "given", "scheme"),
+    [
+        ("memory", {"dp": "1"}, "light"),
+        ("schedule", {"stages": "2"}, "light"),
+        ("strategy", {"model": "llama-3-8b", "gpu": "h100", "gpus": "2"}, "dark"),
+    ],
 )
-def test_it_fits_a_phone_and_nothing_is_against_it(open_calculator, kind, field, scheme):
+def test_it_fits_a_phone_and_nothing_is_against_it(open_calculator, kind, given, scheme):
     seen, form = open_calculator(kind)
     page = seen.page
+    fill_fields(form, **given)
     page.set_viewport_size({"width": 390, "height": 800})
     page.emulate_media(color_scheme=scheme)
     page.wait_for_function(f"document.documentElement.dataset.theme === '{scheme}'")
@@ -250,11 +262,12 @@ def test_it_fits_a_phone_and_nothing_is_against_it(open_calculator, kind, field,
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert form.evaluate("e => e.scrollWidth <= e.clientWidth")
     page.wait_for_timeout(300)  # scrolling boxes get their place in the tab order meanwhile
+    page.evaluate(PUT_ASIDE)
     page.evaluate(AXE)
     against = """(rules) => axe.run("form.calculator", { runOnly: rules })
       .then((all) => all.violations.map((one) => [one.id, one.nodes.map((n) => n.html)]))"""
     assert page.evaluate(against, RULES) == []
-    fill_fields(form, **{field: "0"})
+    fill_fields(form, **{[*given][-1]: "0"})
     assert press_calculate(form) == []
     assert page.evaluate(against, RULES) == []
 
@@ -278,13 +291,3 @@ def test_on_paper_there_is_a_command_and_what_was_calculated(open_calculator):
     assert form.locator(".calculator-command").is_visible()
     assert form.get_by_role("table").is_visible()
     seen.page.emulate_media(media="screen")
-
-
-def test_it_says_so_where_python_cannot_be_loaded(visit):
-    seen = visit("lessons/memory.html")
-    form = seen.page.locator("form.calculator")
-    seen.context.route("**/python.js*", lambda route: route.abort())
-    assert press_calculate(form) == []
-    assert "could not be loaded" in form.get_by_role("alert").inner_text()
-    seen.context.unroute("**/python.js*")
-    assert len(press_calculate(form)) >= 7

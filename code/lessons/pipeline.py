@@ -306,7 +306,7 @@ gradients = ranks.run(train_step, 4, gpipe, 8)
 # %% tags=["hide-input", "measured"]
 # Compares GPipe's gradients with one process, and measures its bubble
 
-UNIT = 0.02  # seconds for each of forward, backward of the input, of the weights
+UNIT = 0.012  # seconds for each of forward, backward of the input, of the weights
 
 
 def time_plain_step(order, m, wire=None):

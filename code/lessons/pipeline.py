@@ -898,7 +898,7 @@ show.table(rows, ["on 4 stages", "type", "gradients", "weights after five steps"
 #
 # ### Time
 #
-# The table compares the simulator with four ranks whose stages sleep. The last two rows emulate a slow link: a *hop*, a message between two stages, takes 10 ms, half of a forward.
+# The table compares the simulator with four ranks whose stages sleep. The last two rows emulate a slow link: a *hop*, a message between two stages, takes 6 ms, half of a forward.
 
 # %% tags=["hide-input", "measured"]
 # Table: steps of sleeping stages, simulated and measured

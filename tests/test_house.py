@@ -16,16 +16,9 @@ from forked import run_figure_script
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from shardcourse.build import index
-
 ROOT = Path(__file__).resolve().parents[1]
 TOPICS = sorted(path.stem for path in ROOT.glob("lessons/*.md"))
 PYTHONS = "3.11", "3.12", "3.13"
-
-# The lesson on the whole subject uses every module; its own module belongs to another lesson.
-BRINGS = {
-    name: topic.module for name, topic in index.read_index(ROOT).topics.items() if topic.module
-}
 
 
 @pytest.mark.parametrize("topic", [*TOPICS, "notation"])

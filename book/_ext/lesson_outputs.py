@@ -80,9 +80,9 @@ def choose_outputs(app: Sphinx) -> list[str]:
     pages = set(build.list_pages(root))
     found: dict[str, PageOutputs] = {}
     finder = build.DependencyFinder(root)  # executing a page changes no file
-    names = _list_source_names(root)
-    if getattr(env, "source_names", None) != names:
-        env.source_names, env.current_outputs = names, {}
+    sources = _list_source_names(root)
+    if getattr(env, "source_names", None) != sources:
+        env.source_names, env.current_outputs = sources, {}
     for docname in sorted(env.found_docs):
         name = docname.removeprefix(LESSONS_PREFIX)
         if name not in pages:

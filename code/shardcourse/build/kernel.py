@@ -80,7 +80,7 @@ class ExecutionLock:
 
 @dataclass
 class _Shared:
-    """State that pages share which are executed together."""
+    """State of the pages that are executed together."""
 
     finder: DependencyFinder
     cpu: bool  # hide GPUs

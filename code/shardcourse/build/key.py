@@ -258,10 +258,10 @@ def _hash_dependencies(
 
 def are_unchanged(files: dict[str, str], root: Path) -> bool:
     """Return True if all `files` of a key exist below `root`, with their hashes there."""
-    paths = {root.resolve() / path: seen for path, seen in files.items()}
-    return all(
-        p.is_file() and _hash_file(p, p.stat().st_mtime_ns) == seen for p, seen in paths.items()
-    )
+    paths = [root / path for path in files]
+    if not all(map(Path.is_file, paths)):
+        return False
+    return [_hash_file(p, p.stat().st_mtime_ns) for p in paths] == [*files.values()]
 
 
 @lru_cache(maxsize=4096)

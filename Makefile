@@ -32,7 +32,8 @@ setup: $(INSTALLED) ## make or update the environment in .venv (the other target
 
 # The mark .unfinished tells the next run that this one was cut short: what pip left half-installed
 # looks installed to pip, so that run starts over. DeepSpeed comes as source: DS_BUILD_OPS=0 keeps its
-# installation free of compilers. The settings file makes JupyterLab open .md lessons as notebooks.
+# installation free of compilers. --no-compile: Python compiles the few modules that are imported, then.
+# The settings file makes JupyterLab open .md lessons as notebooks.
 $(INSTALLED): requirements.txt constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import os, sys; sys.exit(sys.version_info < (3, 11) or not hasattr(os, "waitid"))' 2>/dev/null || { \
 	  echo "This course needs Python 3.11 or later (3.13 on macOS), and '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo 'not there')."; \
@@ -43,7 +44,7 @@ $(INSTALLED): requirements.txt constraints.txt pyproject.toml
 	@if [ -e $(VENV)/.unfinished ]; then rm -rf $(VENV); fi
 	@mkdir -p $(VENV) && touch $(VENV)/.unfinished
 	$(PYTHON) -m venv $(VENV)
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --disable-pip-version-check --no-compile -r requirements.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -e .
 	@$(BIN)/jupytext-config --settings-file $(VENV)/etc/jupyter/labconfig/default_setting_overrides.json \
 	  set-default-viewer markdown

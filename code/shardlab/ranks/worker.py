@@ -116,6 +116,10 @@ def _set_up_process(rank: int, job: Job, caller_pipe: int) -> None:
         libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
         libc.signal(signal.SIGHUP, ctypes.cast(libc.alarm, ctypes.c_void_p))
         libc.prctl(1, signal.SIGHUP, 0, 0, 0)  # PR_SET_PDEATHSIG
+        # Threads that wake up displace each other where ranks outnumber cores. Without that an
+        # all-reduce of four ranks on two cores was seven times as fast.
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if os.getppid() != job.parent_pid:
         _kill_process_group(job, dismissed=False)
     threading.Thread(target=_exit_with_caller, args=(caller_pipe, job), daemon=True).start()

@@ -32,7 +32,7 @@ setup: $(INSTALLED) ## make or update the environment in .venv (the other target
 
 # The mark .unfinished tells the next run that this one was cut short: what pip left half-installed
 # looks installed to pip, so that run starts over. DeepSpeed comes as source: DS_BUILD_OPS=0 keeps its
-# installation free of compilers. --no-compile: Python compiles the few modules that are imported, then.
+# installation free of compilers. Modules are compiled on all cores, not by pip, which takes one core.
 # The settings file makes JupyterLab open .md lessons as notebooks.
 $(INSTALLED): requirements.txt constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import os, sys; sys.exit(sys.version_info < (3, 11) or not hasattr(os, "waitid"))' 2>/dev/null || { \
@@ -45,7 +45,9 @@ $(INSTALLED): requirements.txt constraints.txt pyproject.toml
 	@mkdir -p $(VENV) && touch $(VENV)/.unfinished
 	$(PYTHON) -m venv $(VENV)
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --disable-pip-version-check --no-compile -r requirements.txt
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -e .
+	@$(BIN)/python -m compileall -q -j 0 -x '/tests/|/transformers/models/' $(VENV)/lib >/dev/null 2>&1 & \
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -e .; \
+	status=$$?; wait; exit $$status
 	@$(BIN)/jupytext-config --settings-file $(VENV)/etc/jupyter/labconfig/default_setting_overrides.json \
 	  set-default-viewer markdown
 	@rm $(VENV)/.unfinished

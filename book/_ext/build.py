@@ -66,3 +66,5 @@ if __name__ == "__main__":
         run_jupyter_book("singlehtml")
     else:
         build_site()
+    sys.stdout.flush()
+    os._exit(0)  # to free the memory of a whole site would take seconds

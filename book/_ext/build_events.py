@@ -144,7 +144,7 @@ def finish_writing(app: Sphinx) -> None:
         app.writer = None
         writer.join()
         if writer.exitcode:
-            raise ExtensionError("a lesson's downloads or slides could not be written: see above")
+            raise ExtensionError("files of the site could not be written: see above")
 
 
 def parse_body(html: str) -> BeautifulSoup:
@@ -194,7 +194,9 @@ def on_collect_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield the pages that have no document as their source."""
     if app.builder.name == "html":
         yield from search.search_page(app)
-        yield from code_pages.iter_pages(app)  # last: all links to them are known
+        changed = code_pages.find_changed(app)  # last: all links to them are known
+        write_beside(app, partial(code_pages.write_pages, app, changed[::2]))
+        yield from (code_pages.make_page(app, path) for path in changed[1::2])
 
 
 def on_build_finished(app: Sphinx, exception: Exception | None) -> None:

@@ -56,14 +56,12 @@ def get_source_url(app: Sphinx, path: str, lines: str, pathto: Any) -> str:
     return pathto(path.removesuffix(".py")) + lines.partition("-")[0]
 
 
-def iter_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield (name, context, template) of each page whose inputs have changed."""
-    if app.builder.name != "html":
-        return
-    formatter = HtmlFormatter(linenos="table", linespans="L")
+def find_changed(app: Sphinx) -> list[str]:
+    """Return the files whose pages have to be written, since an input has changed."""
     titles = sorted((name, title.astext()) for name, title in app.env.titles.items())
     contents = sorted(app.env.toctree_includes.items())
     around = repr((app.builder.build_info.config_hash, titles, contents))
+    changed = []
     for path, before in sorted(app.code_pages.items()):
         if not Path(app.srcdir, path).is_file():
             del app.code_pages[path]
@@ -71,14 +69,27 @@ def iter_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
         code = Path(app.srcdir, path).read_text("utf-8")
         stamp = app.code_pages[path] = hashlib.sha256((around + code).encode()).hexdigest()
         there = Path(app.builder.get_outfilename(path.removesuffix(".py"))).is_file()
-        if there and before == stamp:
-            continue
-        body = highlight(code, PythonLexer(stripnl=False), formatter)
-        body = body.replace('<span id="L-', '<span id="L')
-        body = re.sub(r'<span class="normal">( *)(\d+)</span>', r'\1<a href="#L\2">\2</a>', body)
-        title = f"<h1>{escape(path)}</h1>"
-        context = {"title": path, "body": f'<article class="code-page">{title}{body}</article>'}
-        yield path.removesuffix(".py"), context, "page.html"
+        if not there or before != stamp:
+            changed.append(path)
+    return changed
+
+
+def make_page(app: Sphinx, path: str) -> tuple[str, dict[str, Any], str]:
+    """Return name, context and template of the page of the file `path`."""
+    code = Path(app.srcdir, path).read_text("utf-8")
+    formatter = HtmlFormatter(linenos="table", linespans="L")
+    body = highlight(code, PythonLexer(stripnl=False), formatter)
+    body = body.replace('<span id="L-', '<span id="L')
+    body = re.sub(r'<span class="normal">( *)(\d+)</span>', r'\1<a href="#L\2">\2</a>', body)
+    title = f"<h1>{escape(path)}</h1>"
+    context = {"title": path, "body": f'<article class="code-page">{title}{body}</article>'}
+    return path.removesuffix(".py"), context, "page.html"
+
+
+def write_pages(app: Sphinx, paths: list[str]) -> None:
+    """Write the pages of the files `paths`."""
+    for path in paths:
+        app.builder.handle_page(*make_page(app, path))
 
 
 def store_hashes(app: Sphinx) -> None:

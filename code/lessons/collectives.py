@@ -806,9 +806,9 @@ def ping_pong(slow, passes):
 
 measured = {
     # CPU: times are gloo's
-    "slow link": ranks.run(ping_pong, 2, True, 5, device="cpu")[0],
+    "slow link": ranks.run(ping_pong, 2, True, 3, device="cpu")[0],
     # CPU: times are gloo's
-    "loopback": ranks.run(ping_pong, 2, False, 4, device="cpu")[0],
+    "loopback": ranks.run(ping_pong, 2, False, 3, device="cpu")[0],
 }
 fits = {name: CostModel.fit(SIZES, seconds) for name, seconds in measured.items()}
 
@@ -882,7 +882,7 @@ LENGTHS = [16384 * 4**k for k in range(5)]  # bytes: 16 KiB to 4 MiB
 
 def time_algorithms():
     wire, seconds = link.create_slow_group(LATENCY, BANDWIDTH), {}
-    for _ in range(4):
+    for _ in range(3):
         for size in LENGTHS:
             x = torch.zeros(size // 4)
             for way in collectives.ALL_REDUCE:
@@ -1082,7 +1082,7 @@ def catch_failure(function):
     """Run on four ranks and print the error message of `ranks.run`."""
     try:
         # CPU: gloo, whose ranks can be asked
-        ranks.run(function, 4, timeout=4, device="cpu", show=False, own_processes=True)
+        ranks.run(function, 4, timeout=2, device="cpu", show=False, own_processes=True)
     except ranks.RankError as error:
         for line in str(error).splitlines():
             print(textwrap.fill(line, 84))

@@ -857,7 +857,7 @@ def all_send_first():
 try:
     # CPU: gloo, whose ranks can be asked
     options = {"device": "cpu", "show": False, "own_processes": True}
-    ranks.run(all_send_first, 2, timeout=3, **options)
+    ranks.run(all_send_first, 2, timeout=2, **options)
 except ranks.RankError as error:
     print(error)
 

@@ -716,9 +716,9 @@ show.table(
 # Table: a step with and without overlap, on loopback and a slow link
 runs = {
     # CPU: times of the CPU's work and a wire
-    "loopback": ranks.run(overlap.trace_steps, 2, 1, 7, 0.0, 1e12, device="cpu")[0],
+    "loopback": ranks.run(overlap.trace_steps, 2, 1, 5, 0.0, 1e12, device="cpu")[0],
     # CPU: times of the CPU's work and a wire
-    "1 Gbit/s": ranks.run(overlap.trace_steps, 2, 3, 5, 50e-6, 125e6, device="cpu")[0],
+    "1 Gbit/s": ranks.run(overlap.trace_steps, 2, 3, 3, 50e-6, 125e6, device="cpu")[0],
 }
 rows, ratios = [], {}
 for name, run in runs.items():
@@ -778,8 +778,8 @@ show.source(predict_step_seconds)
 # %% tags=["hide-input", "measured"]
 # Measures steps of layers that sleep, on 1 to 8 ranks
 LAYERS, LAYER_BYTES = 16, 2**17
-FORWARD, BACKWARD = 0.1, 0.2  # seconds for a batch on one rank
-SLEEP_WIRE = CostModel(latency=200e-6, bandwidth=25e6)
+FORWARD, BACKWARD = 0.06, 0.12  # seconds for a batch on one rank
+SLEEP_WIRE = CostModel(latency=120e-6, bandwidth=40e6)
 
 
 class Sleep(torch.autograd.Function):
@@ -880,15 +880,15 @@ for growing, color in ((True, show.RANK_COLORS[1]), (False, show.RANK_COLORS[0])
     axes.plot(sizes, dots, "o", color=color, ms=7)
     axes.plot(sizes, ideal[growing], color=color, lw=1, ls=":")
     words = "growing batch" if growing else "fixed batch"
-    axes.text(8.6, 1e3 * predicted[growing, 8] + 8, words, va="center")
-    axes.text(8.6, ideal[growing][-1] - 8, "ideal link", va="center", fontsize=9)
+    axes.text(8.6, 1e3 * predicted[growing, 8] + 5, words, va="center")
+    axes.text(8.6, ideal[growing][-1] - 5, "ideal link", va="center", fontsize=9)
 axes.set_xscale("log", base=2)
 axes.set_xticks(sizes, sizes)
 axes.set_xlim(0.9, 14)
-axes.set_ylim(0, 390)
+axes.set_ylim(0, 234)
 axes.set_xlabel("ranks")
 axes.set_ylabel("step (ms)")
-axes.text(1.05, 20, "dots: measured, lines: predicted", fontsize=9)
+axes.text(1.05, 12, "dots: measured, lines: predicted", fontsize=9)
 show.figure(
     figure,
     "Step time against the number of ranks. With a growing batch it stays nearly "

@@ -345,7 +345,7 @@ def compare_with_core():
         with count.track_memory(a, b) as held:
             work()
         peaks.append(held.peak_bytes)
-    pairs = [[gemm.time_on_group(work, group, 1) for work in works] for _ in range(9)]
+    pairs = [[gemm.time_on_group(work, group, 1) for work in works] for _ in range(5)]
     return peaks, pairs
 
 
@@ -604,7 +604,7 @@ def time_one_and_two():
     crossing = gemm.find_break_even_side("rows", 2, machine)
     sides = [round(factor * crossing) for factor in (0.5, 0.71, 1, 1.41, 2)]
     times = {side: (float("inf"), float("inf")) for side in sides}
-    for side in sides * 5:  # again and again: what disturbs the machine disturbs all
+    for side in sides * 3:  # again and again: what disturbs the machine disturbs all
         a, b = make_matrices(side, side, side)
         works = lambda: a @ b, lambda: gemm.multiply_sharded("rows", a, b, wire)
         now = [gemm.time_on_group(work, wire, 3, min) for work in works]

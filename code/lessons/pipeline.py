@@ -306,7 +306,7 @@ gradients = ranks.run(train_step, 4, gpipe, 8)
 # %% tags=["hide-input", "measured"]
 # Compares GPipe's gradients with one process, and measures its bubble
 
-UNIT = 0.012  # seconds for each of forward, backward of the input, of the weights
+UNIT = 0.008  # seconds for each of forward, backward of the input, of the weights
 
 
 def time_plain_step(order, m, wire=None):
@@ -898,7 +898,7 @@ show.table(rows, ["on 4 stages", "type", "gradients", "weights after five steps"
 #
 # ### Time
 #
-# The table compares the simulator with four ranks whose stages sleep. The last two rows emulate a slow link: a *hop*, a message between two stages, takes 6 ms, half of a forward.
+# The table compares the simulator with four ranks whose stages sleep. The last two rows emulate a slow link: a *hop*, a message between two stages, takes 4 ms, half of a forward.
 
 # %% tags=["hide-input", "measured"]
 # Table: steps of sleeping stages, simulated and measured
@@ -1257,7 +1257,7 @@ def compare_with_torch(names, rounds, m):
 
 
 # CPU: times are gloo's
-results = ranks.run(compare_with_torch, 2, list(TORCHS), 7, 4, device="cpu")
+results = ranks.run(compare_with_torch, 2, list(TORCHS), 5, 4, device="cpu")
 rows = []
 for i, (name, theirs) in enumerate(TORCHS.items()):
     apart = max(result[i][0] for result in results)
@@ -1431,7 +1431,7 @@ def run_unchecked(schedule):
 
 try:
     # CPU: gloo, whose ranks can say where they wait
-    ranks.run(run_unchecked, 2, mixed, timeout=5, device="cpu", own_processes=True)
+    ranks.run(run_unchecked, 2, mixed, timeout=3, device="cpu", own_processes=True)
 except ranks.RankError as error:
     print(error)
     assert error.ranks == [0, 1]

@@ -796,7 +796,7 @@ def predict_and_measure(config, batch):
 # %% tags=["hide-input", "measured"]
 # Table: three steps, predicted from measured constants, and measured
 rows, ratios = [], []
-for name, batch in (("micro", 8), ("mini", 4), ("mini", 8)):
+for name, batch in (("micro", 8), ("mini", 2), ("mini", 4)):
     guess, taken = predict_and_measure(PRESETS[name], batch)
     ratios.append(guess / taken)
     rows.append([name, batch, f"{guess:.3f}", f"{taken:.3f}", f"{ratios[-1]:.2f}"])

@@ -1294,7 +1294,7 @@ def time_on_wire(rounds, nothing, pair):
 
 edges = tp.Edges(pass_silently, pass_silently), tp.Edges(tp.copy_to, tp.reduce_from)
 # CPU: times of the CPU's work and a wire
-seconds = ranks.run(time_on_wire, 2, 8, *edges, device="cpu")[0]
+seconds = ranks.run(time_on_wire, 2, 5, *edges, device="cpu")[0]
 calls = sum(tp.predict_calls(WIDER, 2).values())
 handed = sum(tp.predict_sent_bytes(WIDER, 2, 4, 64).values())
 wire = calls * 2 * LATENCY + tp.bytes_on_wire(handed, 2) / BANDWIDTH

@@ -927,7 +927,7 @@ show.table(rows, head, caption="Four micro-batches on four ranks")
 
 # %% tags=["hide-input", "measured"]
 # Table: steps of sleeping blocks on a slow link, predicted and measured
-BLOCKS, BLOCK_BYTES, BANDWIDTH = 12, 2**17, 10e6
+BLOCKS, BLOCK_BYTES, BANDWIDTH = 12, 2**17, 16e6
 
 
 class Sleep(torch.autograd.Function):
@@ -982,7 +982,7 @@ def sleeping_steps(forward):
 
 W = BLOCKS * BLOCK_BYTES * (2 - 1) / 2 / BANDWIDTH
 rows, ratios = [], []
-for forward in (0.015, 0.1):
+for forward in (0.01, 0.06):
     # CPU: times of the CPU's work and a wire
     found = ranks.run(sleeping_steps, 2, forward, device="cpu")[0]
     backward = max(2 * forward, 2 * W)

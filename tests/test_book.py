@@ -223,7 +223,8 @@ def test_first_lesson_is_there_before_the_others(tmp_path):
         book.write(f"book/{name}.md", "# Words\n")
     assert book.build() != 0 and "1 / 0" in book.log
     assert f"The first lesson is there: _build/html/{first}.html" in book.log
-    assert "the answer is 42" in book.read_page(first)
+    assert "the answer is 42" in (page := book.read_page(first))
+    assert "The other lessons are being executed" in page
 
 
 def test_pictures_stand_in_the_page(small_book):

@@ -54,8 +54,9 @@ class SourceOrderFormatter(HTMLFormatter):
 
 
 def on_config_inited(app: Sphinx, config: Config) -> None:
-    """Configure the theme's repository links, and read the file of one computing centre."""
+    """Configure the theme, and read the file of one computing centre."""
     repository.configure_theme(config)
+    lesson_outputs.announce_others(config)
     cluster_site.read_cluster_file(app, config)
 
 

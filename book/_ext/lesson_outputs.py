@@ -38,6 +38,7 @@ from typing import Any
 import nbformat
 from site_files import hash_files
 from sphinx.application import Sphinx
+from sphinx.config import Config
 from sphinx.errors import SphinxError
 from sphinx.util import logging
 
@@ -48,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 LESSONS_PREFIX = "lessons/"
 FIRST, FIRST_LINKS = "model_parallelism", ("book/glossary", "book/references")
+FIRST_CONTENTS = "_build/first.yml"  # contents of the first lesson's small site
 EXECUTIONS_PAGE = "book/execution"  # the page that lists how each page was executed
 FOLDED_TAG = "hide-input"  # tag of a cell whose code is folded
 _BUILT_FOLDERS = ("_build", "__pycache__")
@@ -157,9 +159,16 @@ def _list_outdated_reasons(
     return stale
 
 
+def announce_others(config: Config) -> None:
+    """Say on the pages of the first lesson's small site that the other pages are missing yet."""
+    if config.external_toc_path.endswith(FIRST_CONTENTS):
+        words = "The other lessons are being executed, and links to them lead nowhere yet."
+        config.html_theme_options["announcement"] = f"{words} The terminal says which are done."
+
+
 def _build_first_lesson(root: Path) -> None:
     """Build a small site around the first lesson, to be read while the others are executed."""
-    toc = root / "_build/first.yml"
+    toc = root / FIRST_CONTENTS
     pages = (f"- file: {name}\n" for name in (f"{LESSONS_PREFIX}{FIRST}", *FIRST_LINKS))
     toc.write_text(f"format: jb-book\nroot: book/index\nchapters:\n{''.join(pages)}", "utf-8")
     program = "from jupyter_book.cli.main import main; main()"

@@ -570,14 +570,14 @@ def save_until_killed(path, victims, delay):
             threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
-KILLS = {0.31: (0,), 0.47: (1,), 0.22: (0, 1), 0.56: (0,), 0.38: (1,)}  # seconds: ranks that are killed then
+KILLS = {0.31: (0,), 0.22: (0, 1), 0.38: (1,)}  # seconds: ranks that are killed then
 
 # %% [markdown]
-# After each of five kills, another process loads the current checkpoint.
+# After each of three kills, another process loads the current checkpoint.
 # The table compares its step with the last step in `killed.promised`.
 
 # %% tags=["hide-input", "measured"]
-# Table: five kills, and the checkpoint that is current after each
+# Table: three kills, and the checkpoint that is current after each
 
 
 def load_current(path):

@@ -7,9 +7,10 @@ A page's HTML is parsed once, in `on_page_context`: all additions change one tre
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from html import escape, unescape
 from pathlib import Path
@@ -37,11 +38,10 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.config import Config
 from sphinx.environment import BuildEnvironment
-from sphinx.util.parallel import ParallelTasks, SerialTasks
+from sphinx.errors import ExtensionError
 
 from shardcourse.build import facts
 
-WRITERS = 8  # processes that write pages, a few each: the longest pages are neighbours
 _CODE = re.compile(r"<pre>((?:[^<]++|</?span\b)*+)</pre>")
 
 
@@ -87,18 +87,11 @@ def on_doctree_read(app: Sphinx, doctree: nodes.document) -> None:
     cluster_site.adapt_page(app, doctree)
 
 
-def on_env_updated(app: Sphinx, env: BuildEnvironment) -> None:
-    """Let several processes write the pages, but for macOS, whose libraries survive no fork."""
-    if sys.platform == "linux" and facts.count_cores() > 1:
-        app.parallel = WRITERS
-
-
 def on_doctree_resolved(app: Sphinx, doctree: nodes.document, docname: str) -> None:
     """Finish a page that is to be written, as a document."""
     lesson_page.add_answer_hint(doctree, docname)
     first_use.link_first_uses(app, doctree, docname)
     inline_svg.embed_pictures(app, doctree)
-    code_pages.note_outputs(app, doctree)
     code_pages.redirect_prose(app, doctree, docname)
 
 
@@ -127,8 +120,32 @@ def on_page_context(
     context["body"] = body.decode(formatter=formatter)
     if pagename in app.env.lesson_outputs and app.builder.name == "html":
         repository.add_launchers(app, pagename, context)
-        lesson_page.write_downloads(app, pagename)
-        slides.write_slides(app, pagename, body)  # consumes body
+        write_beside(app, partial(write_lesson_files, app, pagename, body))
+
+
+def write_lesson_files(app: Sphinx, pagename: str, body: BeautifulSoup) -> None:
+    """Write a lesson's downloads, and its slides, which consume `body`."""
+    lesson_page.write_downloads(app, pagename)
+    slides.write_slides(app, pagename, body)
+
+
+def write_beside(app: Sphinx, write: Callable[[], None]) -> None:
+    """Call `write`, which only writes files, in a fork, while this process goes on."""
+    finish_writing(app)
+    if sys.platform == "linux" and facts.count_cores() > 1:
+        app.writer = multiprocessing.get_context("fork").Process(target=write)
+        app.writer.start()
+    else:
+        write()
+
+
+def finish_writing(app: Sphinx) -> None:
+    """Wait for the end of `write_beside`; raise ExtensionError if it failed."""
+    if writer := getattr(app, "writer", None):
+        app.writer = None
+        writer.join()
+        if writer.exitcode:
+            raise ExtensionError("files of the site could not be written: see above")
 
 
 def parse_body(html: str) -> BeautifulSoup:
@@ -178,15 +195,14 @@ def on_collect_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield the pages that have no document as their source."""
     if app.builder.name == "html":
         yield from search.search_page(app)
-        pages = code_pages.find_changed(app)  # last: all links to them are known
-        tasks = ParallelTasks(1) if app.parallel > 1 else SerialTasks()
-        tasks.add_task(partial(code_pages.write_pages, app), pages[::2])
-        yield from (code_pages.make_page(app, path) for path in pages[1::2])
-        tasks.join()
+        changed = code_pages.find_changed(app)  # last: all links to them are known
+        write_beside(app, partial(code_pages.write_pages, app, changed[::2]))
+        yield from (code_pages.make_page(app, path) for path in changed[1::2])
 
 
 def on_build_finished(app: Sphinx, exception: Exception | None) -> None:
     """Write the further files of a site after a successful build."""
+    finish_writing(app)
     if exception is None and app.builder.format == "html":
         site_files.copy_libraries(app)
     if exception is None and app.builder.name == "html":
@@ -211,7 +227,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("doctree-read", on_doctree_read)
     app.connect("env-get-updated", lesson_page.restore_sphinx_numbers, priority=400)
     app.connect("env-get-updated", lesson_page.number_by_page, priority=600)
-    app.connect("env-updated", on_env_updated)
     app.connect("doctree-resolved", on_doctree_resolved)
     app.connect("html-page-context", on_page_context, priority=510)
     app.connect("html-collect-pages", on_collect_pages)

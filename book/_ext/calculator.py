@@ -268,7 +268,6 @@ def load_library() -> dict[str, Any]:
     return {name: modules[name] for name in LIBRARY_MODULES}
 
 
-@cache
 def build_bundle() -> str:
     """Return the script BUNDLE_PATH with all modules."""
     modules: dict[str, Any] = {"$timestamp": 0, **load_library()}
@@ -290,10 +289,9 @@ def build_bundle() -> str:
 def add_assets(app: Sphinx, body: BeautifulSoup) -> None:
     """Let a page with calculators, and no other page, load their script and style."""
     if body.find("form", class_="calculator"):
-        path = Path(app.outdir, BUNDLE_PATH)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        stamp = hashlib.sha256(build_bundle().encode()).hexdigest()[:8]
+        if not hasattr(app, "calculator_python"):
+            app.calculator_python = build_bundle()
+        stamp = hashlib.sha256(app.calculator_python.encode()).hexdigest()[:8]
         attributes = {"data-python": f"{BUNDLE_PATH.removeprefix('_static/')}?v={stamp}"}
         app.add_js_file("calculator.js", loading_method="defer", **attributes)
         app.add_css_file("calculator.css")
@@ -302,5 +300,9 @@ def add_assets(app: Sphinx, body: BeautifulSoup) -> None:
 def write_bundle(app: Sphinx) -> None:
     """Write BUNDLE_PATH if a page of this build or of an earlier one needs it."""
     path = Path(app.outdir, BUNDLE_PATH)
-    if path.is_file():
-        path.write_text(build_bundle(), "utf-8")
+    text = getattr(app, "calculator_python", None)
+    if text is None and path.is_file():
+        text = build_bundle()
+    if text is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")

@@ -97,13 +97,6 @@ def store_hashes(app: Sphinx) -> None:
     Path(app.doctreedir, _HASHES_FILE).write_text(json.dumps(app.code_pages), "utf-8")
 
 
-def note_outputs(app: Sphinx, doctree: nodes.document) -> None:
-    """Note the files to which outputs link: the process that redirects the links may be another."""
-    for raw in [] if get_repository() else doctree.findall(nodes.raw):
-        for link in re.finditer(f'href="{_LINK.pattern}"', raw.astext()):
-            app.code_pages.setdefault(link[1], "")
-
-
 def redirect_outputs(app: Sphinx, body: BeautifulSoup, pathto: Any) -> None:
     """Redirect the links in cells' outputs to the pages."""
     for link in body.select('a[href^="../"]'):

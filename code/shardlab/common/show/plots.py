@@ -61,12 +61,12 @@ def plot_bytes_held(runs: Sequence[tuple[str, Trace, Sequence[float], int, int]]
             style = {"va": "center", "fontsize": 9, "color": pick_text_color(color)}
             axes.text(end / 60, (bottom + high) / 2, name, **style)
         first, second, last = (stop - begin + 1 for stop in ends)
-        for name, at in (
-            ("activations", first + (second - first) // 7),
-            ("gradients", (second + last) // 2),
+        for name, at, side in (
+            ("activations", first + (second - first) // 20, "left"),
+            ("gradients", (second + last) // 2, "center"),
         ):
             if sizes[at] - states[1] > 0.08 * top:  # high enough for the label
-                style = {"ha": "center", "va": "center", "fontsize": 9}
+                style = {"ha": side, "va": "center", "fontsize": 9}
                 style["color"] = pick_text_color(ACTIVATIONS)
                 axes.text(at, (sizes[at] + states[1]) / 2, name, **style)
         start = 0

@@ -239,13 +239,8 @@ def test_other_optimizers(optimizer: str, name: str, precision: str) -> None:
 # Tensor-parallel ranks.
 
 CUT = replace(LLAMA, heads=8, hidden=128, kv_heads=4, ffn=448)
-TWO = {
-    "nano": PRESETS["nano"],
-    "micro": PRESETS["micro"],
+TWO = {name: SHAPES[name] for name in ("nano", "micro", "long", "words", "dropout")} | {
     "llama": CUT,
-    "long": replace(PRESETS["nano"], seq=512),
-    "words": replace(PRESETS["nano"], vocab=8192, tied=False),
-    "dropout": replace(PRESETS["nano"], dropout=0.1),
     "qwen": replace(CUT, kv_heads=1, head=24, qk_norm=True, window=16, full_every=2),
     "latent": replace(CUT, kv_heads=None, head=16, latent=48, query_latent=64, rotary=8, value=16),
 }

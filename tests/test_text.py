@@ -28,7 +28,7 @@ def test_targets_are_the_next_tokens():
     assert tokens_S.dtype == torch.int64 and tokens_S.shape == (32,)
     assert torch.equal(tokens_S[1:], targets_S[:-1])
     assert targets_S[-1] == windows[6][0][0]  # windows overlap by the target
-    assert int(tokens_S.max()) < text.VOCAB_SIZE
+    assert int(tokens_S.max()) < 256
 
 
 def test_the_last_window_still_has_its_target(tmp_path):

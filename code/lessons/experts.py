@@ -991,7 +991,7 @@ def skip_exchange():
 
 try:
     ranks.run(
-        skip_exchange, 4, device="cpu", timeout=3
+        skip_exchange, 4, device="cpu", timeout=5
     )  # CPU: gloo, whose ranks can be asked
 except ranks.RankError as error:
     print(error)

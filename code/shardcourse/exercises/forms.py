@@ -25,7 +25,7 @@ from shardcourse.exercises.messages import MessageBatch, MessageRecorder, has_de
 from shardlab import ranks
 from shardlab.measure import count
 
-TIMEOUT_S = 5.0  # seconds, for runs that take milliseconds: a longer run never ends
+TIMEOUT_S = 10.0  # seconds, for runs that take milliseconds: a longer run never ends
 _DEADLOCK_HINT = (
     "A rank waits for a message that no rank sends, or sends one that no rank receives. Of two "
     "ranks, one has to send first and the other receive first, or use ranks.exchange on both."

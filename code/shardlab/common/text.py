@@ -15,7 +15,6 @@ import torch
 from torch.utils.data import Dataset
 
 STDLIB = "stdlib"
-VOCAB_SIZE = 256
 MAX_CORPUS_BYTES = 4_000_000  # longer texts are truncated
 
 

@@ -778,8 +778,8 @@ show.source(predict_step_seconds)
 # %% tags=["hide-input", "measured"]
 # Measures steps of layers that sleep, on 1 to 8 ranks
 LAYERS, LAYER_BYTES = 16, 2**17
-FORWARD, BACKWARD = 0.06, 0.12  # seconds for a batch on one rank
-SLEEP_WIRE = CostModel(latency=120e-6, bandwidth=40e6)
+FORWARD, BACKWARD = 0.08, 0.16  # seconds for a batch on one rank
+SLEEP_WIRE = CostModel(latency=150e-6, bandwidth=30e6)
 
 
 class Sleep(torch.autograd.Function):
@@ -880,15 +880,15 @@ for growing, color in ((True, show.RANK_COLORS[1]), (False, show.RANK_COLORS[0])
     axes.plot(sizes, dots, "o", color=color, ms=7)
     axes.plot(sizes, ideal[growing], color=color, lw=1, ls=":")
     words = "growing batch" if growing else "fixed batch"
-    axes.text(8.6, 1e3 * predicted[growing, 8] + 5, words, va="center")
-    axes.text(8.6, ideal[growing][-1] - 5, "ideal link", va="center", fontsize=9)
+    axes.text(8.6, 1e3 * predicted[growing, 8] + 6, words, va="center")
+    axes.text(8.6, ideal[growing][-1] - 6, "ideal link", va="center", fontsize=9)
 axes.set_xscale("log", base=2)
 axes.set_xticks(sizes, sizes)
 axes.set_xlim(0.9, 14)
-axes.set_ylim(0, 234)
+axes.set_ylim(0, 312)
 axes.set_xlabel("ranks")
 axes.set_ylabel("step (ms)")
-axes.text(1.05, 12, "dots: measured, lines: predicted", fontsize=9)
+axes.text(1.05, 16, "dots: measured, lines: predicted", fontsize=9)
 show.figure(
     figure,
     "Step time against the number of ranks. With a growing batch it stays nearly "

@@ -17,12 +17,12 @@ LOGS = ROOT / "_build/rehearsal"
 NOT_REHEARSED = [
     (
         "context_parallel",
-        "beside_context_parallel",
+        "compare_with_torch",
         "torch's context_parallel registers its strategies for CUDA's kernels alone",
     ),
     ("train", 'precision="bf16"', "autocast for CUDA leaves the CPU's operators as they are"),
-    ("train", "begun_on_meta", "DTensor makes empty tensors from meta below the mode"),
-    ("tensor_parallel", "profiled", "a profiler counts c10d's operators twice under a mode"),
+    ("train", "build_on_meta", "DTensor makes empty tensors from meta below the mode"),
+    ("tensor_parallel", "profile_step", "a profiler counts c10d's operators twice under a mode"),
 ]
 LIMIT = 1500  # seconds for a lesson
 MEMORY = 12 * 2**30  # bytes of address space for a process: a runaway process ends alone

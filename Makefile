@@ -13,6 +13,9 @@ INSTALLED := $(VENV)/.installed
 # Exists when the last build ended well; book/_ext/build.py writes it.
 BUILT := _build/.built
 
+# Bytecode is kept, whatever the surroundings say: hundreds of interpreters import the same files.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup book pdf test rehearse lab serve record gpu pairs figures lint format clean distclean
 .DELETE_ON_ERROR:
@@ -31,9 +34,10 @@ help: ## list the targets
 setup: $(INSTALLED) ## make or update the environment in .venv (the other targets do it by themselves)
 
 # The mark .unfinished tells the next run that this one was cut short: what pip left half-installed
-# looks installed to pip, so that run starts over. DeepSpeed comes as source: DS_BUILD_OPS=0 keeps its
-# installation free of compilers. Modules are compiled on all cores, not by pip, which takes one core.
-# The settings file makes JupyterLab open .md lessons as notebooks.
+# looks installed to pip, so that run starts over. Python's own pip may be years old, and then takes
+# twice as long; it has to do where no newer one can be had. DeepSpeed comes as source: DS_BUILD_OPS=0
+# keeps its installation free of compilers. --no-compile: a module is compiled when it is first
+# imported. The settings file makes JupyterLab open .md lessons as notebooks.
 $(INSTALLED): requirements.txt constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import os, sys; sys.exit(sys.version_info < (3, 11) or not hasattr(os, "waitid"))' 2>/dev/null || { \
 	  echo "This course needs Python 3.11 or later (3.13 on macOS), and '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo 'not there')."; \
@@ -44,10 +48,9 @@ $(INSTALLED): requirements.txt constraints.txt pyproject.toml
 	@if [ -e $(VENV)/.unfinished ]; then rm -rf $(VENV); fi
 	@mkdir -p $(VENV) && touch $(VENV)/.unfinished
 	$(PYTHON) -m venv $(VENV)
+	-@$(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade pip
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --disable-pip-version-check --no-compile -r requirements.txt
-	@$(BIN)/python -m compileall -q -j 0 -x '/tests/|/transformers/models/' $(VENV)/lib >/dev/null 2>&1 & \
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -e .; \
-	status=$$?; wait; exit $$status
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -e .
 	@$(BIN)/jupytext-config --settings-file $(VENV)/etc/jupyter/labconfig/default_setting_overrides.json \
 	  set-default-viewer markdown
 	@rm $(VENV)/.unfinished

@@ -872,7 +872,7 @@ except ranks.RankError as error:
 # A second mistake is harder to find: the ring is right, but every rank counts positions from 0.
 
 # %%
-def run_mistake(way, dtype, steps=20):
+def run_mistake(way, dtype, steps=10):
     """Train a model set up this way; return first loss, gradients, last loss."""
     model, group = build_model(dtype), dist.group.WORLD
     if way == "positions from 0":
@@ -935,12 +935,12 @@ assert all(off["right", dtype][1] < 3 for dtype in (wide, narrow))
 assert all(off["positions from 0", dtype][1] > 20 for dtype in (wide, narrow))
 head = ["way", "type", "error of the first loss", "error of all gradients (%)"]
 show.table(
-    rows, [*head, "error of query weights' gradients (%)", "loss after 20 steps"]
+    rows, [*head, "error of query weights' gradients (%)", "loss after 10 steps"]
 )
 
 
 # %% [markdown]
-# After 20 steps the losses are nearly equal. With wrong positions the error of the first loss is $3.4 \cdot 10^{-5}$. In float32 this is visible, since the right program's error is $10^{-7}$; in bfloat16 it is not, since rounding alone causes nearly as large an error.
+# After ten steps the losses are nearly equal. With wrong positions the error of the first loss is $3.4 \cdot 10^{-5}$. In float32 this is visible, since the right program's error is $10^{-7}$; in bfloat16 it is not, since rounding alone causes nearly as large an error.
 # The error of all gradients together shows little more, because the embedding's gradients are by far the largest: wrong positions cause an error of 0.4 %, rounding in bfloat16 alone 0.5 %.
 # The gradients of the *query weights* show the mistake: wrong positions cause an error of 56 % in either type, rounding alone at most 1 %.
 # So before a long run, compare these gradients with those of one process, on one short sequence.

@@ -270,11 +270,11 @@ show.source(rounding.move_by_ulp)
 # The *tolerance* is twelve times the noise; twelve and [other constants](#the-constants-of-the-check-and-their-limits) are the same for all programs.
 # The check compares the whole tensor, and also its worst row, because one wrong row among thousands hardly changes the total.
 #
-# The picture shows twelve layers and four steps in two number formats: lines are the noise, dots the differences between `averaged` on two ranks and one process.
+# The picture shows eight layers and four steps in two number formats: lines are the noise, dots the differences between `averaged` on two ranks and one process.
 
 # %% tags=["hide-input"]
 # Picture: rounding through layers and steps, in two number formats
-LAYERS, STEPS = 12, 4
+LAYERS, STEPS = 8, 4
 DEEP = {"config": replace(SMALL, layers=LAYERS), "steps": STEPS}
 OUTPUTS = [Key(0, "forward", f"blocks.{n}") for n in range(LAYERS)]
 GRADIENTS = [Key(0, "gradient", f"blocks.{n}.ffn.up.weight") for n in range(LAYERS)]
@@ -333,7 +333,7 @@ rows = [
     (FORMATS[dtype], *(f"{x:.0e}" for x in ends[dtype]), f"{12 * ends[dtype][1]:.0e}")
     for dtype in FORMATS
 ]
-head = ["format", "output of layer 12", "gradient of layer 1", "update of step 4"]
+head = ["format", "output of layer 8", "gradient of layer 1", "update of step 4"]
 show.table(rows, [*head, "tolerance of that gradient"])
 
 

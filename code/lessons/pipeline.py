@@ -1415,7 +1415,7 @@ except ValueError as error:
     print(error)
 
 # %% [markdown]
-# Without `validate`, the ranks hang. With a timeout of five seconds, they stop with this message:
+# Without `validate`, the ranks hang. With a timeout of three seconds, they stop with this message:
 
 # %% tags=["hide-input"]
 # Runs the two schedules unchecked, until the timeout names the waiting ranks

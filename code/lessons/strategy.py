@@ -615,8 +615,8 @@ for gpu, gpus, batch in (
     ("rtx-4090", 64, 512),
     ("a100-40", 64, 512),
     ("h100", 64, 512),
-    ("h100", 1008, 2016),
-    ("gb200", 576, 1152),
+    ("h100", 504, 1008),
+    ("gb200", 288, 576),
 ):
     for name, (words, obeys) in RULE.items():
         every = strategy.plan(MODELS[name], MACHINES[gpu], gpus, batch).feasible
@@ -796,7 +796,7 @@ def predict_and_measure(config, batch):
 # %% tags=["hide-input", "measured"]
 # Table: three steps, predicted from measured constants, and measured
 rows, ratios = [], []
-for name, batch in (("micro", 8), ("mini", 2), ("mini", 4)):
+for name, batch in (("micro", 2), ("micro", 8), ("mini", 2)):
     guess, taken = predict_and_measure(PRESETS[name], batch)
     ratios.append(guess / taken)
     rows.append([name, batch, f"{guess:.3f}", f"{taken:.3f}", f"{ratios[-1]:.2f}"])

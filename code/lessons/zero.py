@@ -32,7 +32,6 @@
 import contextlib
 import copy
 import hashlib
-import statistics
 import time
 from collections import defaultdict
 
@@ -921,7 +920,7 @@ show.table(rows, head, caption="Four micro-batches on four ranks")
 # T_\text{data parallel} \approx f + \max(g,\, 2W), \qquad T_\text{stage 3} \approx \max(f,\, W) + \max(g,\, 2W).
 # $$
 #
-# The next cell measures steps on two ranks with blocks that *sleep* instead of computing, as in [Data parallelism](data_parallel.md): the messages are real, and the link of 80 Mbit/s is emulated.
+# The next cell measures steps on two ranks with blocks that *sleep* instead of computing, as in [Data parallelism](data_parallel.md): the messages are real, and the link of 128 Mbit/s is emulated.
 # At the ends of forward and backward the messages of one or two blocks do not overlap with compute. With $L$ blocks they take $2W/L$ (data parallelism) and $3W/L$ (stage 3), which the formula omits and the predicted column includes.
 # The last column is the step time relative to data parallelism in the same run.
 
@@ -970,14 +969,14 @@ def sleeping_steps(forward):
                 plain, wire, units=list(plain), prefetch=name == "stage 3"
             )
     found = defaultdict(list)
-    for _ in range(4):
+    for _ in range(3):
         for name, model in models.items():
             model.zero_grad()
             dist.barrier()
             begin = time.perf_counter()
             model(torch.ones((), requires_grad=True)).backward()
             found[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(seconds[1:]) for name, seconds in found.items()}
+    return {name: min(seconds[1:]) for name, seconds in found.items()}
 
 
 W = BLOCKS * BLOCK_BYTES * (2 - 1) / 2 / BANDWIDTH

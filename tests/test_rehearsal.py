@@ -54,6 +54,11 @@ def _collect_errors(
     return {(line["name"], line["gpus"]): line["error"] for line in lines}
 
 
+def test_cells_that_are_not_rehearsed_are_in_their_lessons() -> None:
+    for lesson, text, _ in lessons.NOT_REHEARSED:
+        assert text in (lessons.ROOT / f"code/lessons/{lesson}.py").read_text("utf-8")
+
+
 @pytest.mark.parametrize(("name", "gpus"), CASES)
 def test_drive(name: str, gpus: int, request: pytest.FixtureRequest):
     whole = request.config.getoption("--weekly")

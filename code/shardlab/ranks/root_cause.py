@@ -85,8 +85,8 @@ class RankOutcome:
         names = [name for file, _, name in self.get_frames() if "torch/distributed" in file]
         if not _BLOCKING_FUNCTIONS.isdisjoint(names):
             return [name for name in names if not name.startswith(("_", "wrapper"))][-1]
-        innermost, _, name = self.get_frames()[0] if self.get_frames() else ("", 0, "")
-        return "wait" if (innermost, name) == (collective_log.__file__, "wait") else None
+        waits = any(frame[::2] == (collective_log.__file__, "wait") for frame in self.get_frames())
+        return "wait" if waits else None
 
     def is_ahead_of(self, other: RankOutcome) -> bool:
         """Return True if this rank entered a collective which `other` must enter but has not."""

@@ -86,7 +86,7 @@ def _time_work(
 
     amount: work per call. wait: time until the GPU is done, not only until launches return.
     """
-    now = (lambda: read_clock(device)) if wait else time.perf_counter
+    now = (lambda: read_clock(device)) if wait else time.monotonic
     taken = []
     for _ in range(REPEATS + 1):
         read_clock(device)  # wait for earlier work

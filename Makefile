@@ -37,7 +37,8 @@ setup: $(INSTALLED) ## make or update the environment in .venv (the other target
 # looks installed to pip, so that run starts over. Python's own pip may be years old, and then takes
 # twice as long; it has to do where no newer one can be had. DeepSpeed comes as source: DS_BUILD_OPS=0
 # keeps its installation free of compilers. --no-compile: a module is compiled when it is first
-# imported. The settings file makes JupyterLab open .md lessons as notebooks.
+# imported; torch's, which take longest, are so meanwhile. The settings file makes JupyterLab open .md
+# lessons as notebooks.
 $(INSTALLED): requirements.txt constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import os, sys; sys.exit(sys.version_info < (3, 11) or not hasattr(os, "waitid"))' 2>/dev/null || { \
 	  echo "This course needs Python 3.11 or later (3.13 on macOS), and '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo 'not there')."; \
@@ -50,6 +51,7 @@ $(INSTALLED): requirements.txt constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	-@$(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade pip
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --disable-pip-version-check --no-compile -r requirements.txt
+	@$(BIN)/python -c 'import torch._dynamo' >/dev/null 2>&1 & \
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -e .
 	@$(BIN)/jupytext-config --settings-file $(VENV)/etc/jupyter/labconfig/default_setting_overrides.json \
 	  set-default-viewer markdown

@@ -95,7 +95,8 @@ def test_kernels_of_many_pages_are_forks_of_one_process(book, monkeypatch, no_le
         assert "figures/boxes.svg" in made.metadata["shardlab"]["opened"]
 
 
-def test_an_interrupted_build_leaves_no_kernel_and_no_folder(book, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_build_that_is_ended_leaves_no_kernel(number, book, monkeypatch):
     with tempfile.TemporaryDirectory() as folder:  # a short name: sockets' names have an end
         monkeypatch.setenv("TMPDIR", folder)
         pids = [book.root / name for name in ("small", "other")]
@@ -103,25 +104,29 @@ def test_an_interrupted_build_leaves_no_kernel_and_no_folder(book, monkeypatch):
             tell = f"import os, time\nopen('../{path.name}.new', 'w').write(str(os.getpid()))\n"
             tell += f"os.rename('../{path.name}.new', '../{path.name}')"
             book.write(f"lessons/{path.name}.md", make_page(tell, "time.sleep(600)"))
+        book.write("lessons/third.md", make_page("third"))  # with it kernels are forks
         # Tests in the background may have been started with interrupts ignored.
         script = f"""import pathlib, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from shardcourse import build
-from shardcourse.build import facts
+from shardcourse.build import facts, kernel_server
 facts.count_cores = lambda: 2
+kernel_server.PRELOADED = ("ipykernel.kernelapp",)
 root = pathlib.Path({str(book.root)!r})
-build.execute_pages(["small", "other"], root, lambda *_: None, cpu=True)"""
+build.execute_pages(["small", "other", "third"], root, lambda *_: None, cpu=True)"""
         started = subprocess.Popen(
             [sys.executable, "-c", script], stderr=subprocess.PIPE, start_new_session=True
         )
         while not all(path.exists() for path in pids):
             assert started.poll() is None, started.stderr.read()
             time.sleep(0.05)
-        started.send_signal(signal.SIGINT)
+        started.send_signal(number)
         started.communicate(timeout=60)
-        assert started.returncode == -signal.SIGINT
+        assert started.returncode == -number
+        while number == signal.SIGKILL and not all(is_dead(int(p.read_text())) for p in pids):
+            time.sleep(0.05)  # a kernel looks every second
         assert all(is_dead(int(path.read_text())) for path in pids)
-        assert list(Path(folder).glob("lesson-*")) == []
+        assert number == signal.SIGKILL or list(Path(folder).glob("lesson-*")) == []
 
 
 # --- The tag ----------------------------------------------------------------------------------

@@ -71,7 +71,6 @@ def on_env_get_outdated(
     app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[str], removed: set[str]
 ) -> list[str]:
     """Return the pages to read again, after executing all lessons without outputs."""
-    slides.read_mistakes(app)
     return [
         *lesson_outputs.choose_outputs(app),
         *lesson_page.find_changed_pages(app),
@@ -225,6 +224,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("env-get-outdated", on_env_get_outdated)
     app.connect("env-purge-doc", search.drop_sections)
     app.connect("doctree-read", on_doctree_read)
+    app.connect("env-get-updated", slides.read_mistakes)
     app.connect("env-get-updated", lesson_page.restore_sphinx_numbers, priority=400)
     app.connect("env-get-updated", lesson_page.number_by_page, priority=600)
     app.connect("doctree-resolved", on_doctree_resolved)

@@ -171,7 +171,7 @@ def _build_first_lesson(root: Path) -> None:
     toc = root / FIRST_CONTENTS
     pages = (f"- file: {name}\n" for name in (f"{LESSONS_PREFIX}{FIRST}", *FIRST_LINKS))
     toc.write_text(f"format: jb-book\nroot: book/index\nchapters:\n{''.join(pages)}", "utf-8")
-    program = "from jupyter_book.cli.main import main; main()"
+    program = "import gc; gc.disable(); from jupyter_book.cli.main import main; main()"
     command = [sys.executable, "-c", program, "build", "--toc", str(toc), "."]
     # Links to the other pages are missing yet; an error comes again in the build of the whole site.
     done = subprocess.run(command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -14,6 +14,7 @@ from bs4 import BeautifulSoup
 from lesson_page import SLIDES_FOLDER, list_segments
 from site_files import hash_files
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 
 from shardcourse import exercises
 from shardcourse.build import paths
@@ -46,13 +47,17 @@ PAGE = """\
 """
 
 
-def read_mistakes(app: Sphinx) -> None:
-    """Read each exercise's well-known mistakes into the environment, if one has changed."""
+def read_mistakes(app: Sphinx, env: BuildEnvironment) -> list[str]:
+    """Read each exercise's well-known mistakes into the environment, if one has changed.
+
+    Returns the pages that are to be written again: none.
+    """
     sources = sorted(Path(app.srcdir, "code/shardcourse/exercises").glob("*.py"))
-    if getattr(app.env, "mistakes_of", None) != (now := hash_files(sources)):
+    if getattr(env, "mistakes_of", None) != (now := hash_files(sources)):
         names = exercises.list_names() if sources else []  # imports torch: takes seconds
-        app.env.mistakes = {name: exercises.list_mistakes(name) for name in names}
-        app.env.mistakes_of = now
+        env.mistakes = {name: exercises.list_mistakes(name) for name in names}
+        env.mistakes_of = now
+    return []
 
 
 def mark_paths(slides: list[deck.Slide], read: list[tuple[str, paths.Segment]]) -> None:

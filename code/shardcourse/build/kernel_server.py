@@ -97,7 +97,7 @@ def run_kernel(argv: list[str], folder: str, environment: dict[str, str]) -> Non
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.chdir(folder)
     os.environ.clear()
-    os.environ.update(environment, JPY_PARENT_PID=str(os.getppid()))
+    os.environ.update(environment)
     sys.argv = argv[2:]  # python -m ipykernel_launcher …
     sys.path.insert(0, environment["PYTHONPATH"].partition(os.pathsep)[0])
     sys.modules.pop("sitecustomize", None)
@@ -110,6 +110,8 @@ def run_kernel(argv: list[str], folder: str, environment: dict[str, str]) -> Non
 def main() -> None:
     """Fork a kernel for each line on stdin."""
     del sys.path[0]  # this file's folder
+    # At its import ipykernel reads whose end is to end a kernel, too.
+    os.environ["JPY_PARENT_PID"] = str(os.getpid())
     with redirect_stdout(sys.stderr):
         for name in sys.argv[1:]:
             importlib.import_module(name)

@@ -134,9 +134,7 @@ build.execute_pages(["small", "other", "third"], root, lambda *_: None, cpu=True
 CLOCKS = {"clock", "monotonic", "perf_counter", "check_timing"}
 # Functions of pages that read a clock for other purposes than a shown or claimed time.
 OTHERWISE = {
-    "deepspeed_engine": {
-        "train_cases"
-    },  # where it counts, the cell has the tag; elsewhere it is dropped
+    "deepspeed_engine": {"train_cases"},  # where it counts, the cell has the tag
     "memory": {"watch_step"},  # marks places in a picture
 }
 

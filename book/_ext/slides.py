@@ -48,10 +48,7 @@ PAGE = """\
 
 
 def read_mistakes(app: Sphinx, env: BuildEnvironment) -> list[str]:
-    """Read each exercise's well-known mistakes into the environment, if one has changed.
-
-    Returns the pages that are to be written again: none.
-    """
+    """Read each exercise's well-known mistakes, if one has changed; name no page for writing."""
     sources = sorted(Path(app.srcdir, "code/shardcourse/exercises").glob("*.py"))
     if getattr(env, "mistakes_of", None) != (now := hash_files(sources)):
         names = exercises.list_names() if sources else []  # imports torch: takes seconds

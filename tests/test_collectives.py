@@ -257,7 +257,7 @@ def test_predictions_by_hand() -> None:
         "reduce_scatter": 3 * (1 + 2),
         "all_gather": 3 * (1 + 2),
         "all_to_all": 3 * (1 + 2),
-        "all_reduce naive": 2 * (1 + 3 * 8),
+        "all_reduce naive": 3 * (1 + 8) + 1 + 3 * 8,
         "all_reduce tree": 4 * (1 + 8),
         "all_reduce ring": 6 * (1 + 2),
         "barrier": 2,

@@ -981,7 +981,7 @@ def sleeping_steps(forward):
 
 W = BLOCKS * BLOCK_BYTES * (2 - 1) / 2 / BANDWIDTH
 rows, ratios = [], []
-for forward in (0.01, 0.06):
+for forward in (0.01, 0.1):
     # CPU: times of the CPU's work and a wire
     found = ranks.run(sleeping_steps, 2, forward, device="cpu")[0]
     backward = max(2 * forward, 2 * W)

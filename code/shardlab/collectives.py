@@ -198,14 +198,14 @@ def count_bytes_sent(
 def critical_path(name: str, size: int) -> tuple[int, float]:
     """Return the critical path of `name`: (number of latencies, bytes in series in units of S).
 
-    Thakur et al., section 4, with equal pieces. The naive all-reduce's messages share rank 0's
-    link, but their latencies overlap.
+    Thakur et al., section 4, with equal pieces. In the naive all-reduce rank 0 receives one message
+    after another; it sends the sum to all at once, so that only the bytes follow one another.
     """
     rounds, steps, fraction = len(_tree_distances(size)), size - 1, (size - 1) / size
     paths = dict.fromkeys(["broadcast", "reduce"], (rounds, float(rounds)))
     paths |= dict.fromkeys(["reduce_scatter", "all_gather", "all_to_all"], (steps, fraction))
     paths |= {"message": (1, 1.0), "barrier": (rounds, 0.0)}
-    paths["all_reduce naive"] = (2 * min(steps, 1), 2.0 * steps)
+    paths["all_reduce naive"] = (steps + min(steps, 1), 2.0 * steps)
     paths["all_reduce tree"] = (2 * rounds, 2.0 * rounds)
     paths["all_reduce ring"] = (2 * steps, 2 * fraction)
     return paths[name]

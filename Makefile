@@ -35,10 +35,10 @@ setup: $(INSTALLED) ## make or update the environment in .venv (the other target
 
 # The mark .unfinished tells the next run that this one was cut short: what pip left half-installed
 # looks installed to pip, so that run starts over. Python's own pip may be years old, and then takes
-# twice as long; it has to do where no newer one can be had. DeepSpeed comes as source: DS_BUILD_OPS=0
-# keeps its installation free of compilers. --no-compile: a module is compiled when it is first
-# imported; torch's, which take longest, are so meanwhile. The settings file makes JupyterLab open .md
-# lessons as notebooks.
+# twice as long; it is kept where no newer one can be had. DeepSpeed comes as source: DS_BUILD_OPS=0
+# keeps its installation free of compilers. --no-compile: each module is compiled at its first import,
+# and torch, which takes longest, is imported beside pip's last step. The settings file makes JupyterLab
+# open .md lessons as notebooks.
 $(INSTALLED): requirements.txt constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import os, sys; sys.exit(sys.version_info < (3, 11) or not hasattr(os, "waitid"))' 2>/dev/null || { \
 	  echo "This course needs Python 3.11 or later (3.13 on macOS), and '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo 'not there')."; \
